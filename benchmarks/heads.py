@@ -51,8 +51,9 @@ from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import speedup_of
-from drafthead.eval.trees.answers import base_answers, simulate_texts, text_ranks
+from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.search import greedy_tree
+from drafthead.eval.trees.simulate import simulate_texts, text_ranks
 from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -350,7 +351,7 @@ def time_heads(record: Record, heads: Sequence[str], arguments: Namespace) -> No
         )
         folder = arguments.out / f"time-{group}-{minutes:g}min"
         folder.mkdir(parents=True, exist_ok=True)
-        overall = evaluate(base, lookup, config, folder, Display().progress)["overall"]
+        overall = evaluate(base, lookup, config, folder, Display())["overall"]
         for name, (alone, combined) in specs.items():
             speed["heads"][name] = {"alone": speeds(overall, alone), "with_lookup": speeds(overall, combined)}
         copied = {key: overall[key] for key in ("autoregressive_tokens_per_second", "hardware")}

@@ -27,7 +27,7 @@ from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.errors import UserError
 from drafthead.eval.report.plots import INK, new_axes, save_png, styled
-from drafthead.eval.trees.answers import read_hidden_states
+from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree

@@ -26,6 +26,7 @@ from drafthead.data.batch import FinishedAnswer, TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
+from drafthead.eval.lossless.self_check import fitted
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -34,7 +35,6 @@ from drafthead.models.formats import all_formats
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base
-from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]
@@ -193,15 +193,7 @@ def fitted_head(base: BaseModel, answers: Sequence[list[int]]) -> Eagle3Head:
     ids = torch.tensor(sorted([*used, *islice(others, 1024 - len(used))]))
     torch.manual_seed(0)
     head = Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, draft_vocab_size=1024).build(base, ids)
-    batch = TrainBatch.of(answers, 0, 0)
-    states = base.hidden_states(batch, head.spec)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
-    for _ in range(STEPS):
-        out = head.loss(batch, states, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
-    return head.eval()
+    return fitted(head, TrainBatch.of(answers, 0, 0), STEPS, lr=2e-3)
 
 
 def tried(base: BaseModel, arguments: Any, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,7 +17,7 @@ random weights, which do not change the times; a base without a shape is loaded.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,17 +25,16 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
 from common import at_least, entry_point, parser, print_table, save_record
 from loss_memory import PeakMemory
 
-from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.text.chat import Document
-from drafthead.data.text.packing import pack
+from drafthead.data.states.stored import StoredStates
+from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import PackedRows, pack
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -43,10 +42,10 @@ from drafthead.system.devices import accelerator_name, device_of, peak_allocated
 from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
-from drafthead.train.estimate.hours import GPUS
+from drafthead.train.estimate.hours import GPUS, untrained_head
 from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import StepResult, train_step
 
 PARTS = ("data", "base", "head", "optimiser")
@@ -73,25 +72,27 @@ class Clock:
         self.start()
 
 
-def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
+def random_rows(phase: PhaseConfig, vocabulary: int) -> PackedRows:
     """Return full rows of random tokens, one document each, all trained."""
     random, length = np.random.default_rng(0), phase.seq_len
     count = max(ROWS, phase.rows(1))
-    documents = (
-        Document(random.integers(0, vocabulary, length, dtype=np.int32), np.ones(length, dtype=np.bool_))
-        for _ in range(count)
-    )
-    return pack(documents, length, split=False)
+    documents = [random.integers(0, vocabulary, length, dtype=np.int32) for _ in range(count)]
+    return pack(Documents.of(documents), length, split=False)
 
 
-def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> HiddenStateCache:
-    """Return a cache of random hidden states for ``rows``."""
-    length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
-    dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
-    cache = HiddenStateCache(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
-    for row in cache.missing_rows():
-        cache.write([row], torch.randn(1, length, width))
-    return cache
+class RandomStates(StoredStates):
+    """Random hidden states on disk, for ``documents`` that the head reads."""
+
+    def __init__(self, folder: Path, documents: Documents, head: DraftHead) -> None:
+        width = head.base.hidden_size * (1 + len(head.spec.layers))
+        dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
+        super().__init__(folder, documents.lengths, width, dtype, {"benchmark": "train_step"})
+
+    def prepare(self, documents: Sequence[int]) -> None:
+        """Store random values."""
+        for document in documents:
+            span = self._span(document)
+            self.write([document], [torch.randn(span.stop - span.start, self.width)])
 
 
 class Bench:
@@ -105,17 +106,14 @@ class Bench:
         config = replace(run.base, prepack=False) if sharding.shards_base else run.base
         self.base = BaseModel.load(config, accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
-        size = run.head_config().draft_vocab_size or self.base.vocab_size
-        # A random corpus has no frequent ids: the first ones are the draft vocabulary.
-        d2t = torch.arange(size) if size < self.base.vocab_size else None
-        self.head = run.head_config().build(self.base, d2t)
+        self.head = untrained_head(run, self.base)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
         self.data = PhaseData(rows, self.base, self.head.spec)
         if self.phase.store_hidden_states:
-            self.data.cache = random_cache(folder, rows, self.head)
+            self.data.store(RandomStates(folder, rows.documents, self.head), range(len(rows)))
         sharding.shard(self.head.train())
-        self.optimizer = head_optimizer(self.head, self.phase.optim)
+        self.optimizers = head_optimizers(self.head, self.phase.optim)
 
     def rows(self) -> Iterator[list[int]]:
         """Yield the row numbers of micro-batches without end."""
@@ -127,7 +125,7 @@ class Bench:
         """Run one optimiser step over the next micro-batches; ``clock`` is called at the end of each part."""
         return train_step(
             self.head,
-            self.optimizer,
+            self.optimizers,
             islice(batches, self.micro_batches),
             self.phase.loss,
             lr=self.phase.optim.lr,

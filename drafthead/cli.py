@@ -14,7 +14,6 @@ COMMANDS = {
     "generate": ("drafthead.commands.generate", "stream an answer with a head, and print its speedup"),
     "chat": ("drafthead.commands.chat", "chat in the terminal, with accepted drafts in colour"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
-    "study": ("drafthead.commands.study", "train draft models of several shapes, and find the fastest here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from its answers"),
     "certify": (
         "drafthead.commands.certify",

@@ -3,11 +3,9 @@
 import io
 import re
 import sys
+from collections.abc import Sequence
 
-MAX_START, MAX_END = 1600, 600
-"""Numbers of characters at the start and the end of an overlong message that are printed; the middle is cut."""
-
-
+MAX_START, MAX_END = 1600, 600  # characters printed of the start and the end of an overlong message
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (with escapes of terminals), line separators, changes of direction, and halves of characters."""
 
@@ -30,6 +28,10 @@ class UserError(ValueError):
     def __str__(self) -> str:
         text = visible(super().__str__())
         return text if len(text) <= MAX_START + MAX_END else f"{text[:MAX_START]} ... {text[-MAX_END:]}"
+
+
+def listed(texts: Sequence[str], most: int = 5) -> str:
+    return "; ".join([*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])])
 
 
 def one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,10 +68,7 @@ def settings_page() -> str:
 
 
 def recipes_page() -> str:
-    """Return the page of recipes, with the expected result that the comment at each file's head gives.
-
-    It also lists the choices of the other folders of recipes/, such as ``base`` and ``data``.
-    """
+    """Return the page of recipes, and of the choices in the other folders of recipes/, such as ``base``."""
     lines = [
         "# Recipes",
         "`drafthead train recipe=NAME` runs a recipe; `mode=estimate` prints its memory, tokens and disk first. "
@@ -80,13 +78,15 @@ def recipes_page() -> str:
     ]
     by_base: dict[str, list[tuple[str, ...]]] = {}
     for path in sorted(RECIPES.glob("recipe/*.yaml")):
-        group, *row = _recipe(path)
-        by_base.setdefault(group, []).append(tuple(row))
+        recipe = yaml.safe_load(path.read_text())
+        about = recipe["about"]
+        row = (f"`{path.stem}`", about["head"], about["machine"], about["expected"])
+        by_base.setdefault(_base_of(recipe), []).append(row)
     for base, rows in sorted(by_base.items(), key=lambda item: (item[0] != "smollm2", item[0])):
         lines += ["", f"## base={base}", *_table("recipe | head | machine and time | expected", rows)]
     for group in GROUPS:
         paths = sorted(RECIPES.glob(f"{group}/*.yaml"))
-        rows = [(f"`{group}={path.stem}`", _paragraph(path).split(". ")[0].rstrip(".")) for path in paths]
+        rows = [(f"`{group}={path.stem}`", _first_comment(path)) for path in paths]
         lines += ["", f"## Choices of {group}", *_table("choice | content", rows)]
     return "\n".join(lines)
 
@@ -176,42 +176,21 @@ def _heads() -> list[str]:
     return sorted(path.stem for path in (ROOT / "models" / "heads").glob("[a-z]*.py"))
 
 
-def _recipe(path: Path) -> tuple[str, str, str, str, str]:
-    """Return the base of a recipe and its table row: name, description, machine and expected result.
-
-    The texts are from the comment at the head of the file.
-    """
-    text = _paragraph(path)
-    expected = re.search(r"Expect: (.+?)(?:\.(?= [A-Z`])|\.?$)", text)
-    machine = re.search(r"\d CPU cores(?:, [^.]*)?|\d GPUs of [^.]*?\([^)]*\)|\d GPUs of [^.]*", text)
-    about = text
-    for sentence in (expected, machine):
-        about = about.replace(sentence[0] if sentence else "", "")
-    about = " ".join(re.sub(r"(?<=\.) \.|^\. ", " ", " ".join(about.split())).split())
-    return _base_of(path), f"`{path.stem}`", about, machine[0] if machine else "", expected[1] if expected else ""
-
-
-def _base_of(path: Path) -> str:
+def _base_of(recipe: dict[str, Any]) -> str:
     """Return the ``base`` that a recipe, or the recipe on which it builds, chooses."""
-    text = path.read_text()
-    if override := re.search(r"/base: (\w+)", text):
-        return override[1]
-    built_on = re.search(r"^  - (?:/?recipe[/:@] ?)?(\w+)$", text.replace("- _self_", ""), re.MULTILINE)
-    assert built_on, f"{path} names neither a base nor another recipe"
-    return _base_of(path.with_stem(built_on[1]))
+    for entry in recipe["defaults"]:
+        if isinstance(entry, dict) and "override /base" in entry:
+            return str(entry["override /base"])
+    built_on = next(entry for entry in recipe["defaults"] if entry != "_self_")
+    return _base_of(yaml.safe_load((RECIPES / "recipe" / f"{built_on}.yaml").read_text()))
 
 
-def _paragraph(path: Path) -> str:
-    """Return the comment at the head of a YAML file in one line, without Hydra's directive and example commands."""
-    head = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        head.append(line.removeprefix("#").strip())
-    text = [line for line in head if not re.match(r"@package|drafthead |accelerate |then: |torchrun |grid\.", line)]
-    if not text:  # a file without a comment says what it contains
-        text = [", ".join(f"{key}: {value}" for key, value in yaml.safe_load(path.read_text()).items())]
-    return " ".join(text)
+def _first_comment(path: Path) -> str:
+    """Return the first sentence of the comment at the head of a YAML file; without a comment, the file's settings."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    text = " ".join(line.removeprefix("#").strip() for line in lines if not line.startswith("# @package"))
+    settings = ", ".join(f"{key}: {value}" for key, value in yaml.safe_load(path.read_text()).items())
+    return (text or settings).split(". ")[0].rstrip(".")
 
 
 def _wrapped(line: str) -> str:

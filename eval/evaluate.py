@@ -30,9 +30,10 @@ from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.eval.trees.answers import base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
-from drafthead.eval.trees.cost_model import CostModel, Progress
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import finite, write_json
 from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
@@ -42,6 +43,7 @@ from drafthead.models.decoding.sampling import Sampler, with_own_penalty
 from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.display import Display
 
 PREDICTED_ON = 36
 """Number of prompts of the dev half from which ``predict`` forecasts the results."""
@@ -52,7 +54,7 @@ def evaluate(
     drafter: Drafter,
     config: EvalConfig,
     folder: Path,
-    progress: Progress,
+    display: Display,
     *,
     draft_config: DraftConfig | None = None,
     head: Drafter | None = None,
@@ -68,7 +70,6 @@ def evaluate(
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 
     Args:
-        progress: called with a label, the number done and the total (0 and 0 for a line without numbers).
         draft_config: tree and sampling of the drafts; by default ``config.draft_config(drafter)``.
         head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
         candidates: more drafters to time in the same run with the same rule, by name.
@@ -85,10 +86,10 @@ def evaluate(
     config.rule.check(draft_config)
     if not config.engines:  # which are asked for answers without a penalty
         config = replace(config, sampler=with_own_penalty(config.sampler, base.model.generation_config))
-    with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
+    with serve(base, drafter, config, folder, lambda line: display.line(f"   {line}")) as served:
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
-        timed = _timed(base, config, compared, folder, progress)
+        timed = _timed(base, config, compared, folder, display)
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
@@ -108,7 +109,7 @@ def evaluate(
 
 
 def _timed(
-    base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, progress: Progress
+    base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, display: Display
 ) -> TimedResults:
     """Answer the suite with all ``compared`` methods, interleaved.
 
@@ -120,7 +121,7 @@ def _timed(
         {name: method.answer for name, method in compared.items()},
         folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
         config.seed,
-        lambda done, total: progress("decoding", done, total),
+        lambda done, total: display.progress("decoding", done, total),
         # The log's name contains the mark of the evaluated drafter.
         made_of={name: m.made_of for name, m in compared.items() if m.made_of and name != "speculative"},
     )

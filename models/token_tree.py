@@ -13,8 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-NO_CHILD = 0
-"""Entry of ``TreeShape.children`` that stands for no child: node 0 is the root, which is never a child."""
+NO_CHILD = 0  # in `TreeShape.children`: node 0 is the root, which is never a child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +23,12 @@ class TokenTree:
     A chain of K drafts is the tree with parents (-1, 0, 1, ..., K-1) and ranks (0, 0, ..., 0).
     """
 
-    parents: tuple[int, ...]
-    """Parent of each node, -1 for the root; a parent stands before its children."""
-    ranks: tuple[int, ...]
-    """Rank of each node among the drafter's candidates after its parent, 0 for the likeliest; 0 for the root."""
+    parents: tuple[int, ...]  # -1 for the root; a parent stands before its children
+    ranks: tuple[int, ...]  # among the drafter's candidates after the parent, 0 for the likeliest; 0 for the root
 
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(depth: int) -> "TokenTree":
-        """Return a chain of ``depth`` drafts."""
         return TokenTree(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
 
     @classmethod
@@ -66,7 +62,6 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path."""
         return max(len(p) for p in self.paths)
 
     @classmethod
@@ -84,7 +79,6 @@ class TokenTree:
     # The caches of these methods may keep the few trees of a program alive.
     @lru_cache(maxsize=256)  # noqa: B019
     def truncate(self, depth: int) -> "TokenTree":
-        """Return the tree without the nodes deeper than ``depth``."""
         if depth >= self.depth:
             return self
         return TokenTree.from_paths([path for path in self.paths if len(path) <= depth])
@@ -103,19 +97,17 @@ class TokenTree:
 
     @cached_property
     def shape(self) -> "TreeShape":
-        """The tree as tensors on the CPU, with one row for a whole batch."""
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def shape_on(self, device: torch.device) -> "TreeShape":
-        """Return the tree as tensors on ``device``, with one row for a whole batch; the result is cached."""
         return self.shape.to(device)
 
 
 def causal_mask(count: int, device: torch.device) -> Tensor:
     """Return the mask [count, count] bool in which a position sees itself and earlier positions.
 
-    On a CPU, torch's ``tril`` starts all threads even for one value, and a comparison of few values does not.
+    On a CPU, torch's ``tril`` starts all threads even for one value, and a comparison does not.
     """
     positions = torch.arange(count, device=device)
     return positions[:, None] >= positions
@@ -128,27 +120,21 @@ class TreeShape:
     Rows with fewer nodes are padded with nodes of parent -1.
     """
 
-    parents: Tensor
-    """[B or 1, N] int64, -1 for the root and for padding; a parent stands before its children."""
-    depths: Tensor
-    """[B or 1, N] int64, 0 for the root and for padding."""
-    ancestors: Tensor
-    """[B or 1, N, N] bool: [i, j] is true if node j is node i or one of its ancestors."""
+    parents: Tensor  # [B or 1, N] int64, -1 for the root and for padding; a parent stands before its children
+    depths: Tensor  # [B or 1, N] int64, 0 for the root and for padding
+    ancestors: Tensor  # [B or 1, N, N] bool: [i, j] is true if node j is node i or one of its ancestors
     children: Tensor
-    """[B or 1, N, S] int64: the children of each node in the order in which verification tries them, then ``NO_CHILD``.
-    In a tree combined from several drafters, a node may be listed several times."""
-    depth: int
-    """An upper bound of the number of drafts on a path."""
-    tree: TokenTree | None = None
-    """The static tree that all rows have; None for trees that are chosen in each step."""
+    """[B or 1, N, S] int64: children in the order in which verification tries them, then ``NO_CHILD``. In a tree
+    combined from several drafters, a node may be listed several times."""
+    depth: int  # an upper bound of the number of drafts on a path
+    tree: TokenTree | None = None  # of all rows; None for trees that are chosen in each step
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Return the shape of the trees with these ``parents`` [B or 1, N]: the index of each node's parent.
+        """Return the shape of the trees with these ``parents`` [B or 1, N]; the root and padding have -1.
 
-        The root and padding have -1. Children are listed in the order of their nodes. ``tree`` is the static tree that
-        all rows have, if any. ``width`` is an upper bound of the number of children of a node; with None, children are
-        counted, which waits for the device.
+        Children are listed in the order of their nodes. ``width`` is an upper bound of the number of children of a
+        node; with None, children are counted, which waits for the device.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]
@@ -179,12 +165,10 @@ class TreeShape:
         return self.parents.shape[1]
 
     @property
-    def is_chain(self) -> bool:
-        """True if ``tree`` is set and every node follows the node before it; False for chains without ``tree``."""
+    def is_chain(self) -> bool:  # chains without `tree` do not count
         return self.tree is not None and self.depth == len(self) - 1
 
     def to(self, device: torch.device) -> "TreeShape":
-        """Return this shape with all tensors on ``device``."""
         if self.parents.device == device:
             return self
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}

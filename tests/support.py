@@ -27,6 +27,7 @@ from drafthead import cli
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.lossless.equality import Equality
+from drafthead.eval.lossless.self_check import fitted as fitted
 from drafthead.eval.metrics.summary import summarise
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_config import BaseConfig
@@ -41,14 +42,13 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.display import Display
 from drafthead.train.config import RunConfig, parse_run
-from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint
+from drafthead.train.trainer.checkpoint import capture_rng, save_checkpoint
 
 Head = TypeVar("Head", bound=DraftHead)
-TinyBase = Callable[..., BaseModel]
-"""The fixture ``tiny_base``."""
-Answers = dict[tuple[int, ...], float]
-"""Probabilities of answers."""
+TinyBase = Callable[..., BaseModel]  # the fixture
+Answers = dict[tuple[int, ...], float]  # probabilities of answers
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -60,18 +60,15 @@ TINY: dict[str, Any] = {
     "vocab_size": 300,
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
-}
-"""Shape of a random base. Its weights are large enough that greedy answers vary."""
+}  # weights large enough that greedy answers vary
 LICENSE = Path(__file__).parent.parent / "LICENSE"
-GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"
-"""A text that does not depend on the Python version."""
+GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"  # does not depend on the Python version
 
 
 # Batches -----------------------------------------------------------------------------------------------------
 
 
 def row_of(documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 2) -> TrainBatch:
-    """Return one row of documents and a little padding; each document is trained from ``trained_from``."""
     return TrainBatch.of(documents, trained_from, padding)
 
 
@@ -83,13 +80,11 @@ def rows_of(texts: Sequence[Sequence[int]]) -> TrainBatch:
 
 
 def stacked(rows: Sequence[TrainBatch]) -> TrainBatch:
-    """Return rows of equal length as one batch."""
     known = [key for key, value in vars(rows[0]).items() if value is not None]
     return TrainBatch(**{key: torch.cat([getattr(row, key) for row in rows]) for key in known})
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
-    """Return random ids of a tiny base."""
     return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -97,7 +92,6 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 
 
 def randomised(head: Head, size: float = 0.2) -> Head:
-    """Add reproducible noise to the weights of ``head``."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -105,23 +99,7 @@ def randomised(head: Head, size: float = 0.2) -> Head:
     return head
 
 
-def fitted(
-    head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
-) -> Head:
-    """Train ``head`` for some steps on one batch, by default with the base's hidden states."""
-    base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
-    head.train()
-    for _ in range(steps):
-        out = head.loss(batch, base_hidden, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
-    return head.eval()
-
-
 def noisy_head(config: DraftHeadConfig, base: BaseModel, noise: float, d2t: Tensor | None = None) -> Any:
-    """Return a reproducible head, with noise of this size added to its weights."""
     torch.manual_seed(0)
     return randomised(config.build(base, d2t), noise).eval()
 
@@ -131,7 +109,7 @@ def assert_parity(
 ) -> None:
     """Compare the loss of a head over even ids with logits {(k, t): [W]} that ``reference`` computes per document.
 
-    ``reference`` receives the document's ids and hidden states [T, D]. The batch has two rows of two documents.
+    ``reference`` receives the document's ids and hidden states [T, D].
     """
     documents, trained_from = [random_ids(14, seed=3), random_ids(9, seed=1)], 4
     rows = [row_of(documents, trained_from), row_of(documents[::-1], trained_from)]
@@ -162,7 +140,6 @@ def leaning(head: MedusaHead, texts: Iterable[tuple[list[int], int]], size: floa
 
 
 def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> Path:
-    """Save two untrained Medusa heads over few ids in ``folder``."""
     head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=50).build(base, torch.arange(50))
     head.tree = tree
     head.save_pretrained(folder)
@@ -183,12 +160,10 @@ class Context:
 
     @classmethod
     def of(cls, drafter: Drafter, rows: int = 1, cache: object = None) -> "Context":
-        """Return empty rows, over the target's ``cache`` if given."""
         return cls(drafter, rows, cache)
 
     @cached_property
     def session(self) -> Session:
-        """A session that has read the tokens."""
         session = self.drafter.open(self.rows, self.cache)
         for call in self.calls:
             call(session)
@@ -200,14 +175,12 @@ class Context:
         return self._after(lambda session: session.commit(tokens, valid, base_hidden))
 
     def select(self, rows: list[int]) -> "Context":
-        """Return some of the rows."""
         return self._after(lambda session: session.select(rows))
 
     def _after(self, call: Callable[[Session], None]) -> "Context":
         return Context(self.drafter, self.rows, self.cache, (*self.calls, call))
 
     def draft(self, last: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        """Return what is drafted after ``last`` [B], which is committed and not read."""
         return self.session.draft(last, draft_config, rng)
 
     @torch.inference_mode()
@@ -219,7 +192,6 @@ class Context:
 
 
 def chain_levels(tokens: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the levels of a chain of one row, root included."""
     return [(torch.tensor([[token]]), torch.tensor([[0]])) for token in tokens]
 
 
@@ -230,7 +202,6 @@ def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, d
 
 
 def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
-    """Return the path of every node of a row, without padding."""
     parents = proposal.shape.parents.expand(proposal.tokens.shape)[row].tolist()
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for node, token in enumerate(proposal.tokens[row].tolist()):
@@ -243,28 +214,22 @@ def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Return Hypothesis settings for properties that read files."""
     slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
 
 
 def tiny_checkpoint(folder: Path) -> None:
-    """Save a checkpoint of a layer after one step of AdamW."""
     layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
+    state = {"phase": 0, "step": 3, "global_step": 3, "score": 1.5, "losses": [1.0, None]}
     made_by = {"text": {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}}
-    rng = [capture_rng()]
-    save_checkpoint(folder, state, layer.state_dict(), optimizer.state_dict(), rng=rng, manifests=made_by)
+    moments = {"state.weight.exp_avg": torch.ones(2, 3)}
+    save_checkpoint(folder, 3, state, layer.state_dict(), moments, rng=[capture_rng()], manifests=made_by)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
 
 
 def random_base(shape: dict[str, Any], device: str | None = None, **settings: Any) -> BaseModel:
-    """Return a base of ``shape`` with random weights in float32, and a tokenizer of bytes."""
     given = {"tokenizer": "builtin:tiny", "dtype": "float32", **settings}
     return BaseModel.load(BaseConfig(random=True, shape=shape, **given), device)
 
@@ -284,7 +249,6 @@ def hidden_and_probs(base: BaseModel, tokens: list[int], sampler: Sampler) -> tu
 
 
 def probs_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
-    """Return the probability of every answer of ``length`` tokens under autoregressive sampling."""
     answers: Answers = {(): 1.0}
     for _ in range(length):
         longer: Answers = {}
@@ -296,7 +260,6 @@ def probs_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, l
 
 
 def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Return the p-value of a chi-square test."""
     statistic = ((counts - expected) ** 2 / expected).sum().double()
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
 
@@ -334,13 +297,11 @@ def assert_same_in_any_batch(base: BaseModel, drafter: Drafter, prompts: list[li
 
 
 def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a target with known distributions after all nodes: [B, N, V]."""
     return lambda nodes: probs.gather(1, nodes[..., None].expand(-1, -1, probs.shape[-1]))
 
 
 @st.composite
 def token_trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
-    """Draw trees of up to ``largest`` drafts, 3 deep, with ranks up to 2."""
     paths: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, largest))):
         parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
@@ -354,14 +315,12 @@ def summarised(
     equalities: dict[str, list[Equality]],
     turns: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Summarise an interleaved run."""
     turns = turns or [0] * len(prompts)
     timed = TimedResults(prompts=prompts, turns=turns, ids=[[1]] * len(prompts), results=results, order=[])
     return summarise(timed, equalities, len, torch.float32)
 
 
 def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
-    """Return the results of a task in ``eval.json`` for one method; None means that nothing was measured."""
     method = {
         "mean_accepted_length": speedup and 1.8,
         "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
@@ -388,7 +347,6 @@ def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
 
 
 def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of an ``eval.json``."""
     empty: dict[str, Any] = {key: [] for key in ("failed", "by_position", "by_context", "by_entropy")}
     return empty | {
         "headline": "speculative",
@@ -406,7 +364,6 @@ def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str,
 
 
 def step_record(accepted: int, committed: int | None = None, depth: int = 3, **changes: float) -> StepRecord:
-    """Return a step of one second with a chain of ``depth`` drafts; ``changes`` replace other fields."""
     total_s = changes.get("total_s", 1.0)
     values: dict[str, Any] = {"position": 0, "proposed": depth, "draft_s": 0.1 * total_s, "verify_s": 0.8 * total_s}
     count = accepted + 1 if committed is None else committed
@@ -414,19 +371,9 @@ def step_record(accepted: int, committed: int | None = None, depth: int = 3, **c
 
 
 def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
-    """Return an answer of tokens 0, 1, ... with equal steps and entropies of 0, 0.5, ... nats."""
+    seconds = {"draft_s": 0.01, "verify_s": 0.1, "total_s": 0.12}
     steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=4,
-            depth=4,
-            accepted=committed - 1,
-            committed=committed,
-            entropy=0.5 * n,
-            draft_s=0.01,
-            verify_s=0.1,
-            total_s=0.12,
-        )
+        step_record(committed - 1, depth=4, position=1 + n * committed, entropy=0.5 * n, **seconds)
         for n in range((tokens - 1) // committed)
     ]
     return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
@@ -435,8 +382,22 @@ def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResu
 # Runs --------------------------------------------------------------------------------------------------------
 
 
+class Said(Display):
+    """A display that collects lines and steps of progress instead of printing them."""
+
+    def __init__(self, lines: list[str] | None = None) -> None:
+        super().__init__(enabled=False)
+        self.lines = [] if lines is None else lines
+        self.steps: list[tuple[str, int, int]] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
+        self.steps.append((label, done, total))
+
+
 def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    """Return a recipe's settings, with its run and its corpora below ``folder``."""
     folders = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, *folders])
@@ -444,7 +405,6 @@ def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
 
 
 def run_together(commands: Sequence[Sequence[str]], *environments: dict[str, str], timeout_s: float = 600) -> None:
-    """Run ``python ...`` commands at the same time, each with its environment's variables; all must succeed."""
     path = os.pathsep.join(map(str, (Path(__file__).parent.parent, Path(__file__).parent)))
     common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [
@@ -461,20 +421,18 @@ def run_together(commands: Sequence[Sequence[str]], *environments: dict[str, str
 
 
 def losses_of(run: Path) -> list[float]:
-    """Return the losses logged in a run folder."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
 def join_threads(name: str) -> None:
-    """Wait for the threads of executors that are no longer referenced, by the start of their names."""
+    """Wait for the threads of executors that are no longer referenced."""
     for thread in threading.enumerate():
         if thread.name.startswith(name):
             thread.join(30)
 
 
 def flip(path: Path) -> None:
-    """Damage one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -484,7 +442,6 @@ def flip(path: Path) -> None:
 
 
 def call(command: str, *arguments: str, stdin: TextIO | None = None) -> None:
-    """Run ``drafthead COMMAND ...`` in this process; an exit status other than 0 raises ``SystemExit``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", stdin or sys.stdin)
         patch.setattr("sys.argv", ["drafthead", command, *arguments])
@@ -501,7 +458,6 @@ def forget_after(run: Path, step: int) -> Path:
 
 
 def assert_same_run(run: Path, expected: Path) -> None:
-    """Compare every step's loss, and every bit of the head and its adapter."""
     assert losses_of(run) == losses_of(expected)
     files = {str(path.relative_to(expected)) for path in (expected / "head").rglob("*.safetensors")}
     assert files == {str(path.relative_to(run)) for path in (run / "head").rglob("*.safetensors")}

@@ -26,7 +26,6 @@ SETTINGS = {
     "certify": [],
     "doctor": [],
     "adapt": ["head=x"],
-    "study": [],
     "export": ["head=x", "to=medusa", "out=y"],
     "import": ["from=x", "base=b", "out=y"],
     "push": ["head=x", "repo=me/x"],
@@ -41,13 +40,13 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
     shown = capsys.readouterr().out
     assert f"drafthead {'train' if command == 'data' else command}" in shown and "settings (key=default):" in shown
     call(command, *SETTINGS[command][:1], "--cfg", "job", *SETTINGS[command][1:])
-    assert capsys.readouterr().out.count(": ") >= 2
+    assert capsys.readouterr().out.count(":") >= 2
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     known = dict.fromkeys(("train", "data"), "seed")
-    known |= {"certify": "each", "import": "revision", "push": "private", "doctor": "full", "engines": "folder"}
+    known |= {"certify": "each", "import": "revision", "push": "private", "doctor": "recipes", "engines": "folder"}
     key = known.get(command, "base")
     with pytest.raises(SystemExit, match=f"^error: {key}x is not a setting; did you mean {key}") as stop:
         call(command, *SETTINGS[command], f"{key}x=1")
@@ -105,30 +104,21 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("certify", ["only"], "'only' is not a setting"),
         ("certify", ["only="], "only= has no value"),
         ("certify", ["length=[x"], "length=.x cannot be read .*; quote the value"),
-        ("certify", ["=5"], "'=5' is not a setting"),
-        ("certify", ["only=nonsense"], "'nonsense'"),
         ("train", ["recipe=medusa_smollm3"], "recipe=medusa_smollm3 is not .*; did you mean medusa_smollm2 or"),
         ("train", ["recipe=medusa_smollm2", "base=/models/mine"], "base=custom base.name=/models/mine$"),
         ("train", ["recipe=medusa_smollm2", "data.prompt=x"], "did you mean data.prompts[?]"),
         ("train", ["recipe=medusa_smollm2", "phases.distil.steps=5"], "phases.distil is .* mean phases.distill[?]"),
         ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
-        ("train", ["recipe=medusa_smollm2", "mode=estimate", "data.folder="], "data.folder must be the name of"),
         ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),
         ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
-        ("export", ["head=x", "to=onnx", "out=y"], "unknown format 'onnx'"),
         ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
         ("export", ["head=x"], "missing: to=... out=...; see --help"),
-        ("import", ["base=b", "out=y"], "missing: from=...; see --help"),
-        ("export", ["head"], "'head' is not a setting"),
-        ("export", ["head=x", "sweet=y"], "sweet"),
         ("import", ["from=x", "out=y"], "base is missing: name the base model"),
         ("import", ["from=x", "out=y", "base=b", "format=onnx"], "unknown format 'onnx'"),
         ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
         ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
-        ("import", ["from=x", "out=y", "base="], r"base= has no value; give one \(base=VALUE\)"),
         ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),
         ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
-        ("export", ["head=x", "to=medusa", f"out={__file__}/x"], "test_cli.py cannot be written .*choose another"),
     ],
 )
 def test_bad_settings_are_one_line(
@@ -211,7 +201,6 @@ def test_a_seed_that_numpy_does_not_take_is_one_line(command: str) -> None:
 
 @pytest.mark.parametrize("prompt", ["-", "caf\udce9"])
 def test_a_prompt_that_is_no_text_is_one_line(prompt: str) -> None:
-    """Bytes of another encoding, on standard input or as an argument."""
     with pytest.raises(SystemExit, match="^error: .*prompt is no.* UTF-8"):
         call("generate", "head=x", prompt, stdin=TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
 

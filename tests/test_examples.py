@@ -17,7 +17,6 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Run a command of this environment in ``folder`` and return what it printed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     given = {**os.environ, "PATH": path, "PYTHONPATH": python_path, **environment}

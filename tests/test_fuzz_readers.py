@@ -18,18 +18,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.prompts.prompt_files import read_jsonl
-from drafthead.data.text.chat import Document
-from drafthead.data.text.packing import collate, open_packed, pack
+from drafthead.data.states.stored import StoredStates
+from drafthead.data.text.documents import Documents
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.errors import UserError
 from drafthead.eval.timing.result_log import ResultLog
-from drafthead.eval.trees.answers import read_texts
+from drafthead.eval.trees.finished_answers import read_texts
 from drafthead.files.local import (
     read_checksummed_json,
     read_json,
@@ -53,10 +52,9 @@ from drafthead.train.corpora.corpus_config import AnswersConfig
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
+from support import TINY, Said, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
-ROW = Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
 
 
@@ -102,21 +100,19 @@ def read_store(folder: Path) -> Any:
     return [(*facts, None if f is None else f.tobytes()) for *facts, f in answers], stats
 
 
-def open_cache(folder: Path) -> HiddenStateCache:
-    return HiddenStateCache(folder, 3, 4, 5, "float16", MADE_BY)
+def open_states(folder: Path) -> StoredStates:
+    return StoredStates(folder, np.array([3, 4]), 5, "float16", MADE_BY)
 
 
-def read_cache(folder: Path) -> Any:
-    cache = open_cache(folder)
-    if cache.missing_rows():
-        raise UserError("rows to be filled again")
-    return tensors({"rows": cache.read([0, 1, 2])})
+def read_states(folder: Path) -> Any:
+    states = open_states(folder)
+    if states.missing([0, 1]):
+        raise UserError("documents to be filled again")
+    return tensors({str(number): values for number, values in enumerate(states.read([0, 1]))})
 
 
-def read_rows(folder: Path) -> Any:
-    rows = open_packed(folder)
-    batch = vars(collate(rows, list(range(len(rows)))))
-    return tensors({k: v for k, v in batch.items() if v is not None}), list(rows["pieces"])
+def read_documents(folder: Path) -> Any:
+    return [ids.tolist() for ids in Documents.open(folder)]
 
 
 def make_adapter(folder: Path) -> None:
@@ -147,7 +143,6 @@ def make_published(folder: Path) -> None:
 
 
 def read_stream(folder: Path) -> Any:
-    """Read a row of the third window, whose position was stored by the second."""
     texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
     stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
     batch = stream.batch([2 * WINDOW])
@@ -158,7 +153,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = AnswersConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None).prompts.conversations
+    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), Said()).prompts.conversations
 
 
 @cache
@@ -224,8 +219,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "checkpoint": (tiny_checkpoint, read_checkpoint),
     "head": (lambda folder: small_head(base(), folder, TokenTree.chain(2)), read_head),
     "answers": (make_store, read_store),
-    "hidden states": (lambda folder: open_cache(folder).write([0, 1, 2], torch.rand(3, 4, 5)), read_cache),
-    "packed rows": (lambda folder: pack([ROW], 16, split=True, folder=folder), read_rows),
+    "hidden states": (
+        lambda folder: open_states(folder).write([0, 1], [torch.rand(3, 5), torch.rand(4, 5)]),
+        read_states,
+    ),
+    "tokenised text": (lambda folder: Documents.of(np.split(np.arange(9), [4])).save(folder), read_documents),
     "checksummed json": (
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_checksummed_json(folder / "calibration.json"),
@@ -249,17 +247,15 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "jsonl source": (written("a.jsonl", ROWS), source("jsonl", "a.jsonl")),
     "gzip source": (written("a.jsonl.gz", gzip.compress(ROWS.encode())), source("jsonl", "a.jsonl.gz")),
     "text source": (written("a.txt", "one\ntwo é\n"), source("text", "a.txt")),
-}
-"""Kind of file or folder: how to write it, and how to read it into a value that can be compared."""
+}  # kind of file: how to write it, and how to read it
+# Checksums detect all damage of these; others are edited by people.
 EXACT = list(READERS)[: list(READERS).index("manifest")]
-"""Checksums detect all damage of these; files that people edit may validly have another content."""
 
 
 # Damage ---------------------------------------------------------------------------------------------------------
 
 
-Change = tuple[int, str, int, bytes]
-"""File, kind, offset and content."""
+Change = tuple[int, str, int, bytes]  # file, kind, offset and content
 
 
 def damage(folder: Path, file: int, kind: str, offset: int, content: bytes) -> None:
@@ -318,8 +314,6 @@ def put(content: Any, path: list[int], value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Return a function that gives a reader's intact folder and the value read from it."""
-
     @cache
     def make(name: str) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp("intact") / "folder"
@@ -337,7 +331,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(name: str, made: Any, scratch: Path, change: Any, read: Any, exact: bool) -> None:
-    """Read a changed copy: a ``UserError`` of one line, or a value, which is the saved one if ``exact``."""
     intact, expected = made(name)
     shutil.rmtree(scratch)
     folder = scratch / "folder"

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
+from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import pack
 from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.loading import load_base_and_head
@@ -27,7 +30,6 @@ SAME_RUN = """recipe=medusa_smollm2 debug=tiny name=old base.shape.hidden_size=1
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """Return a copy to write to."""
     shutil.copytree(OLD, tmp_path / "old")
     return tmp_path / "old"
 
@@ -41,12 +43,13 @@ def test_its_head_decodes() -> None:
 
 
 def test_its_run_resumes_on_its_own_corpora(old: Path) -> None:
-    """The second phase ends with the weights of 0.3.0; answers and packed text are not made again."""
-    corpora = [*old.glob("corpora/answers/shard-*"), *old.glob("corpora/text/*/rows.arrow")]
-    before = {path: path.stat().st_mtime_ns for path in corpora}
+    """The second phase ends with the weights of 0.3.0; answers are not made again, and text gives the same rows."""
+    before = {path: path.stat().st_mtime_ns for path in old.glob("corpora/answers/shard-*")}
     run_pipeline(*composed(old, *SAME_RUN))
-    assert {path: path.stat().st_mtime_ns for path in corpora} == before
-    assert len([*old.glob("corpora/text/*/rows.arrow")]) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before and before
+    (rows,), (text,) = old.glob("corpora/text/*/rows.arrow"), old.glob("corpora/text/*/tokens.npy")
+    new = pack(Documents.open(text.parent), 512, split=True)
+    assert new.batch(range(len(new))).input_ids.tolist() == Dataset.from_file(str(rows))["input_ids"][:]
     weights = load_file(old / "run" / "head" / "model.safetensors")
     for name, weight in load_file(OLD / "run" / "head" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)

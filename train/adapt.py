@@ -36,8 +36,9 @@ from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accept
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, settings
-from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
-from drafthead.train.trainer.optim import OptimConfig, head_optimizer
+from drafthead.train.distributed.sharding import full_state_dict, load_optimizers
+from drafthead.train.trainer.checkpoint import capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.train.trainer.optim import OptimConfig, head_optimizers
 from drafthead.train.trainer.step import train_step
 
 OBJECTIVES = {
@@ -207,7 +208,7 @@ class OnlineLearner:
             )
         self.head, self.config = head, config
         self.recorder = Recorder(head)
-        self.optimizer = head_optimizer(head, config.optim)
+        self.optimizers = head_optimizers(head, config.optim)
         self.buffer: deque[OnlineExample] = deque()
         self.answered = self.updates = 0
         self.decode_s = self.update_s = 0.0
@@ -263,7 +264,7 @@ class OnlineLearner:
             for _ in range(self.config.steps if rows else 0):
                 train_step(
                     self.head,
-                    self.optimizer,
+                    self.optimizers,
                     rows,
                     OBJECTIVES[self.config.objective],
                     lr=self.config.optim.lr,
@@ -282,10 +283,9 @@ class OnlineLearner:
         ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. A resumed run generates
         the answers after its latest checkpoint again.
         """
-        state = TrainState(phase=0, step=self.updates, global_step=self.answered)
-        manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
-        head, optimizer = self.head.state_dict(), self.optimizer.state_dict()
-        save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
+        progress = {"answered": self.answered, "updates": self.updates, "seconds": [self.decode_s, self.update_s]}
+        states = full_state_dict(self.head, self.optimizers)
+        save_checkpoint(folder, self.answered, progress, *states, rng=[capture_rng()], manifests={"stream": made_by})
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
         """Load the newest checkpoint of ``folder``; return False if there is none.
@@ -295,6 +295,8 @@ class OnlineLearner:
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False
+        if "answered" not in checkpoint.state:
+            raise UserError(f"{checkpoint.path} is not of this version's adapt; start over with resume=false")
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
@@ -303,10 +305,10 @@ class OnlineLearner:
             )
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        load_optimizers(self.head, self.optimizers, checkpoint.optimizer)
         restore_rng(checkpoint.rng[0])
-        self.answered, self.updates = checkpoint.state.global_step, checkpoint.state.step
-        self.decode_s, self.update_s = checkpoint.manifests["seconds"]
+        self.answered, self.updates = checkpoint.state["answered"], checkpoint.state["updates"]
+        self.decode_s, self.update_s = checkpoint.state["seconds"]
         return True
 
 

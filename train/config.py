@@ -69,7 +69,8 @@ class PhaseConfig:
     smaller one. Null trains on the whole corpus."""
     store_hidden_states: bool = False
     """Store the base's hidden states on disk instead of computing them in every step. The built-in decoding stores an
-    answer's final states with it; the base computes all other states once per row. Held-out answers are included."""
+    answer's final states with it; the base computes all other states once per document. Held-out answers are
+    included."""
     train_base: bool = False
     """Also train the base through LoRA adapters (``head=medusa2``). Stored hidden states stay those of the original
     base."""
@@ -115,6 +116,8 @@ class RunConfig:
 
     name: str
     """Name of the run. Its folder ``out`` is by default ``outputs/NAME``."""
+    about: dict[str, str] = field(default_factory=dict)
+    """Facts about the recipe: its ``head``, the ``machine`` and time that it needs, and the ``expected`` result."""
     seed: Seed = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"
@@ -245,6 +248,11 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         raise UserError("init_data needs init_from, which is not set; set init_from to a head, or leave init_data out")
     if run.init_from is not None and run.trains_base:
         raise UserError("init_from continues heads of the original base, but a phase has train_base; leave one out")
+    if run.per_node_data and run.shard.mode == "full" and not run.shard.hybrid:
+        raise UserError(
+            "per_node_data=true lets nodes compute hidden states apart, but shard=full shards the base over all nodes; "
+            "use shard=hybrid"
+        )
     _check_base_training(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:

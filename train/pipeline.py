@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from shlex import quote
 
-import datasets
+import torch
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import FinishedAnswer, TrainBatch
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import OWN, load_suite, suite_label
-from drafthead.data.text.packing import collate
+from drafthead.data.text.packing import PackedRows
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers
@@ -28,9 +28,9 @@ from drafthead.eval.metrics.base_quality import check_quality, compare_bases, qu
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
-from drafthead.eval.trees.answers import text_ranks
 from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER
@@ -40,12 +40,14 @@ from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import unchanged_rng
 from drafthead.system.machine import other_processes_line
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out
 from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
+from drafthead.train.distributed.sharding import is_sharded
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.preflight import preflight
 from drafthead.train.publish.card import contents, serving_lines, write_card
@@ -76,24 +78,61 @@ class RunContext:
     def corpora(self) -> Corpora:
         """The corpora with the original base model, which is loaded on first use."""
         run, launch = self.run, self.launch
-        with self.display.stage(f"base model {run.base.name or 'random'}"):
-            # A sharded base has no packed weights, because they are not parameters.
-            sharded = "train" in run.stages and launch.sharding.shards_base
-            config = replace(run.base, prepack=False) if sharded else run.base
-            base = BaseModel.load(config, launch.accelerator.device, self.display.line)
-            if base.kernels is not None:
-                self.display.line(f"   fastest matrix products here, by number of rows: {base.kernels}")
+        base = self._load_base(sharded=self.reads_shards)
         run.head_config().check_layers(base.num_layers)  # before hours of generation
         is_shared = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
         longest = run.answer_row_length
         own = run.eval.suite.startswith(OWN)
-        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states, longest, own)
+        corpora = Corpora(base, run.data, run.seed, self.display, group, states, longest, own)
+        if self.reads_shards and launch.processes.all_reduce_max(int(not corpora.is_complete)):
+            corpora.base = self._load_base(sharded=False)  # every process answers prompts of its own
+        return corpora
+
+    @property
+    def reads_shards(self) -> bool:
+        """True if each process reads only its share of the base's layers to train; nothing else may need the layers."""
+        run, head = self.run, self.run.head_config()
+        if not (self.launch.sharding.shards_base and "train" in run.stages and run.base.has_whole_tensors):
+            return False
+        return not (head.needs_layers or head.starts_from_layers or run.init_from)
+
+    def _load_base(self, sharded: bool) -> BaseModel:
+        run, sharding, device = self.run, self.launch.sharding, self.launch.accelerator.device
+        with self.display.stage(f"base model {run.base.name or 'random'}"):
+            # A sharded base has no packed weights, because they are not parameters.
+            packs = run.base.prepack and not (sharding.shards_base and "train" in run.stages)
+            shard = sharding.shard_layers if sharded else None
+            base = BaseModel.load(replace(run.base, prepack=packs), device, self.display.line, shard)
+            if base.kernels is not None:
+                self.display.line(f"   fastest matrix products here, by number of rows: {base.kernels}")
+        return base
+
+    def shard_base(self) -> None:
+        """Replace a whole base, which has answered prompts, by one of which this process reads only its share."""
+        if self.reads_shards and not is_sharded(self.corpora.base):
+            del self.corpora.base
+            self.corpora.base = self._load_base(sharded=True)
+
+    def gather_base(self) -> None:
+        """Replace the sharded base by a whole one, on the main process after the training."""
+        if not is_sharded(self.corpora.base):
+            return
+        device = self.launch.accelerator.device
+        del self.corpora.base
+        try:
+            self.corpora.base = BaseModel.load(self.run.base, device)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"the head is trained and its checkpoints are in {self.checkpoints}, but the whole base does not fit "
+                f"{device}, as the later stages need; run them on a larger device"
+            ) from None
 
     @cached_property
     def base(self) -> BaseModel:
         """The base that the trained head drafts for: the original base, with the adapter if the run trained one."""
+        self.gather_base()
         if not self.run.trains_base:
             return self.corpora.base
         config = replace(self.run.base, adapter=str(self.head_folder / ADAPTER))
@@ -181,6 +220,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         launch.accelerator.wait_for_everyone()
         for name, stage in STAGES.items():
             if name in run.stages and (launch.is_main or name in COLLECTIVE):
+                if name not in COLLECTIVE and "corpora" in vars(context):
+                    context.corpora.group = ProcessGroup()  # the other processes have ended
                 stage(context)
         if launch.is_main and "card" not in run.stages and run.stages != ["corpora"]:
             _print_commands(context)
@@ -194,8 +235,10 @@ def corpora(context: RunContext) -> None:
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         corpora.check_base()
-        display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
-    with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
+    if context.launch.is_main or is_sharded(corpora.base):  # processes run a sharded base together
+        durations = StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table()
+        display.console.print(durations)
+    with unchanged_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats()
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
         if context.launch.is_main:
@@ -208,9 +251,8 @@ def corpora(context: RunContext) -> None:
                 )
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
-        with checkpoint.undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
-            with context.launch.main_process_first(run.per_node_data):
-                rows = corpora.text_rows(seq_len)
+        with unchanged_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
+            rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
     display.line(f"corpora: {run.data.folder}")
 
@@ -220,6 +262,7 @@ def train(context: RunContext) -> None:
     run, launch, corpora = context.run, context.launch, context.corpora
     tracker = context.tracker if launch.is_main else None
     corpora.answers()
+    context.shard_base()
     if launch.is_main and corpora.agreement is not None:
         write_json(context.folder / TRANSCRIPTS, corpora.agreement)
     set_seed(run.seed)
@@ -249,8 +292,8 @@ def train(context: RunContext) -> None:
     if not launch.is_main:
         return
     corpora.group = ProcessGroup()  # the main process continues alone
-    if launch.sharding.shards_base:
-        corpora.base = BaseModel.load(run.base, corpora.base.device)
+    if not context.reads_shards:
+        context.gather_base()
     save_training_plots(read_json_lines(context.folder / "metrics.jsonl"), context.folder / "plots")
     _save_trained_head(context)
     if run.init_from is not None:
@@ -269,7 +312,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     if run.init_data:
         stores["old"] = open_answers(Path(run.init_data))
     if when == "after" or stores.keys() - lengths.get(when, {}).keys():  # a resumed run may add ``init_data``
-        with checkpoint.undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
+        with unchanged_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
             lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
         write_json(path, lengths)
     if when == "after":
@@ -295,9 +338,9 @@ def _save_trained_head(context: RunContext) -> None:
     last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
-    if best is not None and best.state.global_step != last.state.global_step:
-        step = f"step {best.state.global_step} (over all phases)"
-        score = f"held-out mean accepted length {best.state.score:.3f}, after {step}"
+    if best is not None and best.path != last.path:
+        step = f"step {best.state['global_step']} (over all phases)"
+        score = f"held-out mean accepted length {best.state['score']:.3f}, after {step}"
         if context.run.checkpoint.final == "best":
             chosen = best
             context.display.line(f"   the weights are the best ones: {score}")
@@ -318,20 +361,19 @@ def quality(context: RunContext) -> None:
     if not run.trains_base:
         return
 
-    def batches(name: str, rows: datasets.Dataset) -> Iterator[TrainBatch]:
+    def batches(name: str, rows: PackedRows) -> Iterator[TrainBatch]:
         """Yield ``rows`` as batches of one row, and report progress under ``name``."""
         for n in range(len(rows)):
             display.progress(f"held-out {name}, read by both bases", n, len(rows))
-            yield collate(rows, [n])
+            yield rows.batch([n])
 
     with display.stage("the trained base compared with the original one"):
-        datasets_by_name = {"answers": corpora.answer_rows(run.answer_row_length, held_out=True)[0]}
+        rows_by_name = {"answers": corpora.answer_rows(run.answer_row_length, held_out=True)}
         text = unseen_text(corpora, run.phases)
         if text is not None:
-            datasets_by_name = {"text": text, **datasets_by_name}
+            rows_by_name = {"text": text, **rows_by_name}
         comparisons = {
-            name: compare_bases(corpora.base, context.base, batches(name, rows))
-            for name, rows in datasets_by_name.items()
+            name: compare_bases(corpora.base, context.base, batches(name, rows)) for name, rows in rows_by_name.items()
         }
         result = check_quality(comparisons, run.quality_limits)
         for folder in (context.folder, context.head_folder):
@@ -410,7 +452,7 @@ def evaluate(context: RunContext) -> None:
             drafter,
             config,
             context.folder,
-            display.progress,
+            display,
             draft_config=draft_config,
             head=head,
             calibration=calibration,

@@ -5,9 +5,7 @@ here. All other errors end the run with one line.
 """
 
 import asyncio
-import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -18,7 +16,7 @@ import openai
 from openai.types import Completion, CompletionChoice
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.http_client import LimitedClient, masked
+from drafthead.data.answers.http_client import API_KEY, LimitedClient, api_key, error_text, through_end
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer, encode, encode_after
 from drafthead.errors import UserError
@@ -26,7 +24,6 @@ from drafthead.errors import UserError
 Log = Callable[[str], None]
 """Function that prints a line for the user."""
 T = TypeVar("T")
-API_KEY = "OPENAI_API_KEY"
 TRANSIENT = (408, 409, 429)
 """HTTP statuses below 500 that the ``openai`` client retries. It also retries all server errors (500 and above)."""
 PROBE_TOKENS = 32
@@ -134,9 +131,8 @@ class Completions:
                     "sampler.ignore_eos=false or use vLLM or SGLang"
                 )
             return answer, False
-        for index, token in enumerate(answer):
-            if token in self.eos_ids:
-                return answer[: index + 1], True
+        if (ended := through_end(answer, self.eos_ids)) is not None:
+            return ended, True
         if not finished or len(answer) == self.sampler.max_new_tokens:
             return answer, False
         stated = getattr(choice, "stop_reason", getattr(choice, "matched_stop", None))
@@ -162,7 +158,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, log: Log = lambda line: None) -> None:
         self.config, self._log = config, log
-        self._key = os.environ.get(API_KEY, "").strip()
+        self._key = api_key()
         if not (self._key.isascii() and self._key.isprintable()):
             raise UserError(f"{API_KEY} holds characters that no key has; set it again")
         self._logged: set[str] = set()
@@ -189,8 +185,8 @@ class Server:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
             raise self._refusal(error, "the list of models") or UserError(
-                f"no completions server answers at {self.config.root} ({self._error_text(error)}); start it (such as "
-                "`vllm serve MODEL`) or correct data.answers.server.url"
+                f"no completions server answers at {self.config.root} ({error_text(error, self._key)}); start it, such "
+                "as `vllm serve MODEL`, or correct data.answers.server.url"
             ) from None
         except (ValueError, RecursionError):
             rows = []
@@ -217,7 +213,7 @@ class Server:
             except openai.OpenAIError as error:
                 if refusal := self._refusal(error, request_name):
                     raise refusal from None
-                reason = self._error_text(error)
+                reason = error_text(error, self._key)
                 break
             if tried < tries:
                 await asyncio.sleep(0.5)
@@ -238,38 +234,18 @@ class Server:
 
     def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
         """Return the ``UserError`` to raise for the client's ``error``, or None if another try may succeed."""
-        root, text = self.config.root, self._error_text(error)
-        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
-            return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
-        if isinstance(error, openai.APIStatusError) and error.status_code < 400:
-            address = masked(error.response.headers.get("location", "an address that it does not name"), self._key)
-            return UserError(
-                f"{root} redirects {request_name} to {address}, which gets no prompts; set data.answers.server.url to "
-                f"the server's own address. {RESUMES.capitalize()}"
-            )
-        if isinstance(error, openai.NotFoundError):
-            return UserError(
-                f"{root} does not serve completions of this model ({text}); correct data.answers.server.url or "
-                f".model. {RESUMES.capitalize()}"
-            )
-        if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
-            return UserError(
-                f"{root} refuses {request_name} ({text}). Requests have token ids as prompts and the fields of vLLM "
-                f"and SGLang; use one of these servers. {RESUMES.capitalize()}"
-            )
-        return None
-
-    def _error_text(self, error: openai.OpenAIError) -> str:
-        """Return the reason of an error in one line, without the API key, which some servers repeat in messages."""
-        if not isinstance(error, openai.APIStatusError):
-            cause = error.__cause__
-            return masked(f"{type(cause).__name__}: {cause}" if cause else str(error), self._key)
-        body: Any = error.body
-        for key in ("error", "message", "detail"):
-            if isinstance(body, dict) and key in body:
-                body = body[key]
-        return f"{error.status_code}: {masked(body if isinstance(body, str) else json.dumps(body), self._key)}"
+        status = error.status_code if isinstance(error, openai.APIStatusError) else 500
+        if status in TRANSIENT or status >= 500:
+            return None
+        advice = "requests have token ids as prompts and the fields of vLLM and SGLang; use one of these servers"
+        if status in (401, 403):
+            advice = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
+        elif status < 400:
+            advice = "no prompt is sent there; set data.answers.server.url to the server's own address"
+        elif status == 404:
+            advice = "it does not serve completions of this model; correct data.answers.server.url or .model"
+        text = error_text(error, self._key)
+        return UserError(f"{self.config.root} refuses {request_name} ({text}): {advice}. {RESUMES.capitalize()}")
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:

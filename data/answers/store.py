@@ -134,11 +134,6 @@ class AnswerStore:
         return bool(self._tables) and all(map(_width, self._tables.values()))
 
     @property
-    def width(self) -> int:
-        """D, the size of a hidden state; 0 if the store has none."""
-        return max(map(_width, self._tables.values()), default=0)
-
-    @property
     def next_shard(self) -> int:
         """The lowest unused shard number: highest number plus 1, or 0 in an empty store."""
         return max(self._tables, default=-1) + 1

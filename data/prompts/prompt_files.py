@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
 from drafthead.data.text.sources import PROMPT_COLUMNS, SYSTEM_COLUMNS, shown, suite_prompt, with_system
-from drafthead.errors import UserError
+from drafthead.errors import UserError, listed
 
 MORE_COLUMNS = ("question", "instruction", "text")
 TASK_COLUMNS = ("task", "category")
-MAX_LISTED = 5
 _SPEC = re.compile(r"(?P<name>[^:]+)(:(?P<split>[^:\[]+(\[[^\]]*\])?)(:(?P<column>[^:]+))?)?")
 _LINE = (
     'each line must be {"prompt": "..."}, {"messages": [{"role": "user", "content": "..."}]}, {"turns": ["...", '
@@ -24,9 +23,8 @@ T = TypeVar("T")
 def read_jsonl(path: Path) -> list[EvalPrompt]:
     """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
-    A line is a JSON object with exactly one of the keys "prompt", "messages", "turns" and "input_ids". Optionally it
-    has "task" (by default the file's name without suffix). Prompts that are empty or too long for the base are reported
-    when they are used.
+    A line is a JSON object with exactly one of the keys "prompt", "messages", "turns" and "input_ids", and optionally
+    "task" (by default the file's name without suffix).
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
@@ -48,9 +46,8 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
     ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
     a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
-    COLUMN holds texts, conversations, lists of the user's turns, or token ids; the default is the first of
-    ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise the
-    last part of NAME is the only task, without a data file's suffix.
+    COLUMN is by default the first of ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column
+    "task" or "category"; otherwise NAME's last part is the only task.
     """
     is_file = Path(spec).expanduser().is_file()  # whose name may contain colons
     match = None if is_file else _SPEC.fullmatch(spec)
@@ -81,11 +78,7 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
 
 def to_prompt(value: Any, number: int, task: Any, row: Mapping[str, Any]) -> EvalPrompt:
-    """Return a prompt from a text, a conversation, a list of the user's turns, or token ids.
-
-    ``number`` is its position in the suite, from 0, and ``row`` has its system prompt. Errors do not name the line or
-    row; ``_convert_all`` adds the name.
-    """
+    """Return a prompt from a text, a conversation, a list of the user's turns, or token ids."""
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
     if row.get("tools"):
@@ -101,11 +94,7 @@ def to_prompt(value: Any, number: int, task: Any, row: Mapping[str, Any]) -> Eva
 def _convert_all(
     entries: Iterable[tuple[str, T]], convert: Callable[[T, int], EvalPrompt], source: str, expected: str
 ) -> list[EvalPrompt]:
-    """Convert all entries to prompts; report all faults in one error, so that a file can be repaired at once.
-
-    An entry is a label for messages, such as ``line 3``, and a value. ``convert`` gets the value and its number, from
-    0. ``source`` and ``expected`` are the beginning and the end of the error.
-    """
+    """Convert all (label, entry) pairs; report all faults in one error, so that a file can be repaired at once."""
     prompts: list[EvalPrompt] = []
     broken: list[str] = []
     for number, (label, entry) in enumerate(entries):
@@ -114,18 +103,14 @@ def _convert_all(
         except UserError as error:
             broken.append(f"{label} {error}")
     if broken:
-        more = f"; and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
-        raise UserError(f"{source}: {'; '.join(broken[:MAX_LISTED])}{more}; {expected}")
+        raise UserError(f"{source}: {listed(broken)}; {expected}")
     return prompts
 
 
 def _column(wanted: str | None, present: list[str], name: str) -> str:
-    """Return the column of prompts: ``wanted``, or by default the first known name among those ``present``."""
     choices = (wanted,) if wanted else PROMPT_COLUMNS + MORE_COLUMNS
     for column in choices:
         if column in present:
             return column
     missing = repr(wanted) if wanted else f"among {', '.join(choices)}"
-    raise UserError(
-        f"dataset {name!r} has no column {missing}; present: {', '.join(present)}; name one as hf:NAME:SPLIT:COLUMN"
-    )
+    raise UserError(f"dataset {name!r} has no column {missing}; present: {', '.join(present)}; name one in the suite")

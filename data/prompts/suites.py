@@ -33,14 +33,9 @@ def load_suite(
 ) -> list[EvalPrompt]:
     """Return the prompts of a suite, in the suite's own order.
 
-    Args:
-        name: a packaged suite, the path of a .jsonl file (``prompt_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
-            (``prompt_files.read_dataset``). docs/reference/suites.md describes the packaged suites. A prefix ``OWN`` is
-            ignored; a run replaces such names.
-        limit: number of prompts, spread evenly over the tasks; None: all.
-        seed: determines which prompts of a task a ``limit`` selects.
-        tasks: only these tasks; None or empty: all.
-        split: "dev" or "test", the halves of every task's prompts; "all" is both.
+    ``name`` is a packaged suite, the path of a .jsonl file, or "hf:NAME[:SPLIT[:COLUMN]]"; a prefix ``OWN`` is ignored.
+    ``limit`` prompts are spread evenly over the tasks, selected by ``seed``. ``split`` is "all", or "dev" or "test",
+    the halves of every task's prompts.
     """
     name = name.removeprefix(OWN)
     if limit is not None and limit < 1:
@@ -52,18 +47,14 @@ def load_suite(
     elif name.endswith(".jsonl"):
         prompts = read_jsonl(Path(name).expanduser())
     else:
-        raise UserError(
-            f"unknown suite {name!r}; choose one of {', '.join(SUITES)}, the path of a .jsonl file, or "
-            "hf:NAME[:SPLIT[:COLUMN]] for a dataset"
-        )
+        known = f"{', '.join(SUITES)}, the path of a .jsonl file, or hf:NAME[:SPLIT[:COLUMN]]"
+        raise UserError(f"unknown suite {name!r}; choose one of {known}")
     if split != "all":
         prompts = _half(prompts, split)
     if tasks:
         present = list(dict.fromkeys(p.task for p in prompts))
         if unknown := [task for task in tasks if task not in present]:
-            raise UserError(
-                f"suite {name!r} has no task {', '.join(map(repr, unknown))}; its tasks are {', '.join(present)}"
-            )
+            raise UserError(f"suite {name!r} has no task {', '.join(unknown)}; its tasks are {', '.join(present)}")
         prompts = [p for p in prompts if p.task in tasks]
         if limit is not None and limit < len(set(tasks)):
             raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise limit")
@@ -77,7 +68,6 @@ def suite_label(name: str) -> str:
 
 
 def folder_beside(head: str) -> Path:
-    """Return the parent of the folder ``head``; for a Hub id or drafter's name, a folder in ``outputs``."""
     return Path(head).parent if Path(head).is_dir() else Path("outputs") / suite_label(head)
 
 
@@ -98,11 +88,10 @@ _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
 }
 SUITES = tuple(_SUITES)
-"""Names of the packaged suites; docs/reference/suites.md lists their sizes, contents and licences."""
 
 
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
-    """Return the half ``split`` ("dev" or "test") of each task: every second prompt in the order of content hashes."""
+    """Return every second prompt of each task, in the order of content hashes."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
     half = ordered[("dev", "test").index(split) :: 2]
     if not half:

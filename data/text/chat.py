@@ -2,13 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_json
@@ -16,32 +12,20 @@ from drafthead.files.local import read_json
 Tokenizer: TypeAlias = Any
 """A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills in assistant messages whose content is
-empty."""
+"""``{"role": "system" | "user" | "assistant", "content": ...}``; the base answers assistant messages without
+content."""
+Variables: TypeAlias = Mapping[str, Any] | None
+"""Variables of the chat template, such as ``{"enable_thinking": False}``."""
 MARK = "1602176634"
 """Text that no chat template contains or changes, to find out if a template writes a message."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """Consecutive tokens of one text. Drafts never cross its ends."""
-
-    input_ids: npt.NDArray[np.int32]
-    """[n] token ids."""
-    loss_mask: npt.NDArray[np.bool_]
-    """A value per token: True if the token may be a target of a draft in training."""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
 def user_turn(text: str) -> list[Message]:
-    """Return a conversation that consists of one user message."""
     return [{"role": "user", "content": text}]
 
 
 def conversation(turns: Sequence[str]) -> list[Message]:
-    """Return the user's turns as messages, with an empty assistant message after each turn except the last."""
+    """Interleave the user's turns with empty assistant messages."""
     return [message for turn in turns for message in (*user_turn(turn), {"role": "assistant", "content": ""})][:-1]
 
 
@@ -60,36 +44,25 @@ def turns_of(messages: Sequence[Message], answers: Sequence[str]) -> list[Messag
 
 
 def num_turns(messages: Sequence[Message]) -> int:
-    """Return how many answers the base has to give: one per empty assistant message, and one at the end."""
+    """Count the answers that the base has to give: one per empty assistant message, and one at the end."""
     return 1 + sum(message["role"] == "assistant" and not message["content"] for message in messages)
 
 
-def prompt_ids(
-    tokenizer: Tokenizer, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Return the token ids that the base reads before it answers: ``messages`` and the start of the answer.
-
-    ``template_kwargs`` are variables of the chat template, such as ``enable_thinking``.
-    """
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message], template_kwargs: Variables = None) -> list[int]:
+    """Return the ids that the base reads before it answers: ``messages`` and the start of the answer."""
     return encode(tokenizer, render(tokenizer, messages, template_kwargs))
 
 
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Variables = None,
     generation_prompt: bool = True,
 ) -> str:
-    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
-
-    ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``. A ``UserError``
-    is raised if there is no template, or if it refuses the messages or leaves out the users' text.
-    """
+    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start."""
     if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the base'} has no chat template, so conversations cannot "
-            "be rendered; use an instruction-tuned base or give the base a chat template"
-        )
+        name = tokenizer.name_or_path or "the base"
+        raise UserError(f"the tokenizer of {name} has no chat template; use an instruction-tuned base")
     if _reads_parts(tokenizer, str(tokenizer.chat_template)):
         messages = [{**m, "content": _parts(m["content"])} if m["content"] else m for m in messages]
     return _apply(tokenizer, messages, template_variables(template_kwargs), generation_prompt)
@@ -119,10 +92,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 @lru_cache(maxsize=8)
 def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
-    """Return True if ``template`` writes the text of a user's message only if it is a list of parts.
-
-    A ``UserError`` is raised if it writes the text in neither form.
-    """
+    """Return True if ``template`` writes a user's text only as a list of parts; reject one that never writes it."""
 
     def writes(content: Any) -> bool | None:
         """Return True if the template writes ``content``, and None if it refuses a conversation of one message."""
@@ -137,11 +107,8 @@ def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
     return not as_text and bool(writes(_parts(MARK)))
 
 
-def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the chat template's ``variables`` ({} for None).
-
-    If ``tools`` is the path of a JSON file, the list of tool definitions in the file replaces it.
-    """
+def template_variables(variables: Variables) -> dict[str, Any]:
+    """Return a copy of ``variables``, with the path of a JSON file in ``tools`` replaced by the file's list."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))
@@ -151,7 +118,7 @@ def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are not variables of the chat template."""
+    """Return those of ``names`` that the chat template does not use."""
     from jinja2 import Environment, TemplateError
     from jinja2.meta import find_undeclared_variables
 
@@ -164,17 +131,14 @@ def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text from ``render``; no special tokens are added, because the text has them."""
+    """Return the ids of a text from ``render``, which holds its special tokens already."""
     require_whole_characters(text, "the text ")
     # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_after(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
-    """Return the token ids of ``text`` where it follows ``prompt``, whose ids are ``prompt_ids``.
-
-    No token crosses the boundary, because none can when the base writes the text.
-    """
+    """Return the ids of ``text`` after ``prompt``; no token crosses the boundary, as when the base writes ``text``."""
     ids = encode(tokenizer, prompt + text)
     if ids[: len(prompt_ids)] != prompt_ids:
         # A control token takes the prompt's place: SentencePiece puts a word mark before a text that stands alone.

@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafthead.errors import UserError
+from drafthead.errors import UserError, listed
 
-MAX_LISTED = 5
 UNITS = ("row", "turn", "token")
 
 
@@ -17,17 +16,14 @@ class Findings:
 
     rejected: list[str] = field(default_factory=list)
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
-    unread: Counter[str] = field(default_factory=Counter)
-    """Number of rows or messages per column or key that is not read."""
+    unread: Counter[str] = field(default_factory=Counter)  # rows or messages per column or key that is not read
+    # By reason: rows, turns and tokens that are not trained on, and the first row.
     left_out: dict[str, tuple[Counter[str], str]] = field(default_factory=dict)
-    """Numbers of rows, turns and tokens that are not trained on, by reason, and the first row."""
 
     def reject(self, error: UserError) -> None:
-        """Record the error of a row that cannot be trained on."""
         self.rejected.append(str(error))
 
     def remark(self, text: str, where: str) -> None:
-        """Count the remark ``text`` about the row named ``where``."""
         count, first = self.remarks.get(text, (0, where))
         self.remarks[text] = count + 1, first
 
@@ -37,23 +33,17 @@ class Findings:
             self.left_out.setdefault(reason, (Counter(), where))[0].update(counts)
 
     def ignore(self, kind: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-        """Count the names of ``entries`` that are not ``known`` and have a value; ``kind`` is "column" or "key"."""
+        """Count names of ``entries`` that are not ``known`` and have a value; ``kind`` is "column" or "key"."""
         self.unread.update(
             f"{kind} {n!r}" for n, v in entries.items() if n not in known and v not in (None, "", [], {})
         )
 
     def raise_rejected(self) -> None:
-        """Raise a ``UserError`` that names the first rejected rows, if any were rejected."""
         if self.rejected:
-            count = len(self.rejected)
-            more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
-            raise UserError(
-                f"{count} transcripts cannot be trained on: {'; '.join(self.rejected[:MAX_LISTED])}{more}; repair or "
-                "remove them, or set data.bad_transcripts=skip to train on the other transcripts"
-            )
+            remedy = "repair them, or set data.bad_transcripts=skip"
+            raise UserError(f"{len(self.rejected)} transcripts cannot be trained on: {listed(self.rejected)}; {remedy}")
 
     def lines(self) -> list[str]:
-        """Return the lines to print: one per remark, one about what is not read, and one about what is left out."""
         found = [f"{count:,} {text} (first: {where})" for text, (count, where) in self.remarks.items()]
         if self.unread:
             found.append("not read: " + ", ".join(f"{name} ({count:,})" for name, count in self.unread.items()))

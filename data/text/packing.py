@@ -1,140 +1,134 @@
-"""Packing of documents into rows of one length. R rows, T row length, B batch."""
+"""Packing of documents into rows of one length. R rows, T row length, B batch, P pieces of documents."""
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
-import datasets
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
-from drafthead.data.text.chat import Document, Tokenizer
-from drafthead.errors import UserError, one_line
-from drafthead.files.local import disk_errors, file_digest, new_file, read_json, safe_join, write_json
+from drafthead.data.text.chat import Tokenizer
+from drafthead.data.text.documents import Documents, Ids
+from drafthead.errors import UserError
 
 MIN_PIECE = 8
 """Smallest piece of a cut document, in tokens, because drafts need context before them and targets after."""
 OPEN_ROWS = 64
 """Number of partly filled rows among which the best fit for a whole document is searched."""
-ROWS_PER_WRITE = 256
-_FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
-_ROW = {"input_ids": pa.int32(), "position_ids": pa.int32(), "document_ids": pa.int32(), "loss_mask": pa.bool_()}
-"""Columns of a packed row that have a value per token, and their types."""
-_Array = npt.NDArray[Any]
-T = TypeVar("T")
+Integers = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class PackedRow:
-    """A partly filled row."""
+class Piece(NamedTuple):
+    """A part of a document in a row."""
 
-    space: int
-    """Number of tokens that still fit."""
-    pieces: list[tuple[int, int, Document]] = field(default_factory=list)
-    """Per piece: the document's number, the start of the piece in the document, and the piece itself."""
-
-    def add(self, number: int, document: Document, start: int, length: int) -> None:
-        """Append ``length`` tokens of ``document`` from token ``start`` on; ``number`` is the document's number."""
-        span = slice(start, start + length)
-        self.pieces.append((number, start, Document(document.input_ids[span], document.loss_mask[span])))
-        self.space -= length
+    document: int
+    start: int  # first token in the document
+    length: int
+    offset: int  # first token in the row
 
 
-def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
-    """Pack the documents that are not empty into rows of ``seq_len`` tokens (T >= 16).
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of T tokens, as an index into documents."""
 
-    Args:
-        documents: the documents in order.
-        seq_len: T.
-        split: True cuts documents that do not fit. The pieces have at least ``MIN_PIECE`` tokens, their own document
-            ids and positions from 0. Rows are then full except for a few tokens. False keeps documents whole and puts
-            each into the row with the best fit. A document longer than a row loses its end; the log reports the number
-            of such documents.
-        folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
+    documents: Documents
+    seq_len: int  # T
+    pieces: Integers  # [P, 4], the ``Piece`` tuples of all rows
+    bounds: Integers  # [R + 1]; row r consists of pieces[bounds[r] : bounds[r + 1]]
 
-    Returns:
-        A dataset of R rows with the columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each
-        [R, T], and pieces: per row a list of [document number, start in the document, length, offset in the row].
-        Document numbers count all ``documents`` from 0, including empty ones. A token's document id is the number of
-        its piece in the row, from 0; padding has ``NO_DOCUMENT`` and is not trained. A ``UserError`` is raised if there
-        is no row.
+    @classmethod
+    def of(cls, documents: Documents, seq_len: int, rows: Iterable[Sequence[Piece]]) -> "PackedRows":
+        """Collect ``rows`` in order; raise a ``UserError`` if there are none."""
+        pieces, bounds = list[Piece](), [0]
+        for row in rows:
+            pieces += row
+            bounds.append(len(pieces))
+        if not pieces:
+            raise UserError("there is no document to pack; check the data source")
+        return cls(documents, seq_len, np.array(pieces, dtype=np.int64), np.array(bounds, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def span(self, start: int, end: int) -> "PackedRows":
+        return replace(self, bounds=self.bounds[start : end + 1])
+
+    def row(self, number: int) -> list[Piece]:
+        return [Piece(*piece) for piece in self.pieces[self.bounds[number] : self.bounds[number + 1]].tolist()]
+
+    def documents_of(self, numbers: Iterable[int]) -> list[int]:
+        """Return the documents of the rows ``numbers``, each once, in the order of their first use."""
+        return list(dict.fromkeys(piece.document for number in numbers for piece in self.row(number)))
+
+    @property
+    def trained_tokens(self) -> Integers:
+        """[R] number of trained tokens in each row."""
+        counts, trained = self.pieces[:, 2], self.documents.trained
+        if trained is not None:
+            before = np.concatenate([[0], np.cumsum(trained)])  # before[i]: trained ones among the first i tokens
+            first = self.documents.offsets[self.pieces[:, 0]] + self.pieces[:, 1]
+            counts = before[first + counts] - before[first]
+        sums = np.concatenate([[0], np.cumsum(counts)])
+        trained_tokens: Integers = sums[self.bounds[1:]] - sums[self.bounds[:-1]]
+        return trained_tokens
+
+    @property
+    def digest(self) -> str:
+        """Hash of the rows and their tokens, as hexadecimal digits."""
+        return sha256(self.documents.digest.encode() + self.pieces.tobytes() + self.bounds.tobytes()).hexdigest()
+
+    def batch(self, numbers: Sequence[int]) -> TrainBatch:
+        """Return the rows ``numbers`` as one batch [B, T], in that order.
+
+        A token's document id is the number of its piece in the row. Padding has ``NO_DOCUMENT`` and is not trained.
+        """
+        shape, documents = (len(numbers), self.seq_len), self.documents
+        input_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        document_ids, loss_mask = np.full(shape, NO_DOCUMENT), np.zeros(shape, np.bool_)
+        for b, number in enumerate(numbers):
+            for n, (document, start, length, offset) in enumerate(self.row(number)):
+                first, here = documents.offsets[document] + start, slice(offset, offset + length)
+                input_ids[b, here] = documents.tokens[first : first + length]
+                position_ids[b, here] = np.arange(length)
+                document_ids[b, here] = n
+                loss_mask[b, here] = True if documents.trained is None else documents.trained[first : first + length]
+        return TrainBatch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.from_numpy(position_ids),
+            document_ids=torch.from_numpy(document_ids),
+            loss_mask=torch.from_numpy(loss_mask),
+        )
+
+
+def pack(documents: Documents, seq_len: int, split: bool, numbers: Sequence[int] | None = None) -> PackedRows:
+    """Pack documents that are not empty into rows of ``seq_len`` tokens (T >= 16), in the order of ``numbers``.
+
+    ``numbers`` None takes all documents. ``split`` cuts documents that do not fit into pieces of at least ``MIN_PIECE``
+    tokens, so that rows are full except for a few tokens. Otherwise each document stays whole in the row with the best
+    fit. A document longer than a row then loses its end, and the log reports the number of such documents.
     """
-    rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
-    if folder is None:
-        sink = pa.BufferOutputStream()
-        _write_rows(sink, rows, seq_len)
-        dataset = datasets.Dataset.from_buffer(sink.getvalue())
-    else:
-        with disk_errors("the packed rows", folder), new_file(folder / _FILE) as tmp_path:
-            with pa.OSFile(str(tmp_path), "wb") as sink:
-                _write_rows(sink, rows, seq_len)
-            write_json(folder / _CHECKSUM, {"sha256": file_digest(tmp_path)})
-        dataset = open_packed(folder)
-    if not len(dataset):
-        raise UserError("there is no document to pack; check the data source")
-    return dataset
+    lengths = documents.lengths.tolist()
+    chosen = ((number, lengths[number]) for number in (range(len(lengths)) if numbers is None else numbers))
+    return PackedRows.of(documents, seq_len, split_rows(chosen, seq_len) if split else _whole_rows(chosen, seq_len))
 
 
-def is_packed(folder: Path) -> bool:
-    """Return True if ``folder`` has packed rows and their checksum."""
-    return (folder / _FILE).exists() and (folder / _CHECKSUM).exists()
+def one_row(documents: Documents, numbers: Sequence[int]) -> TrainBatch:
+    """Return whole documents as a batch of one row without padding."""
+    total = sum(documents.lengths[[*numbers]].tolist())
+    return pack(documents, total, split=True, numbers=numbers).batch([0])
 
 
-def open_packed(folder: Path) -> datasets.Dataset:
-    """Memory-map the rows that ``pack`` wrote to ``folder``; raise a ``UserError`` if they are missing or damaged."""
-    path = safe_join(folder, _FILE)
-    again = f"remove {folder}, and its rows are packed again"
-    if not path.exists():
-        raise UserError(f"{path} is missing; {again}")
-    try:
-        if read_json(safe_join(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
-            raise UserError(f"{path} is damaged: its checksum is not the one in {_CHECKSUM}; {again}")
-        return datasets.Dataset.from_file(str(path))
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read ({one_line(error)}); {again}") from None
+def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Ids]:
+    """Tokenise texts; yield the ids of each, which end with the EOS token.
 
-
-def digest_rows(dataset: datasets.Dataset) -> str:
-    """Return a hash (16 hexadecimal digits) of the tokens and document ids of all rows."""
-    digest = hashlib.sha256()
-    for start in range(0, len(dataset), 64):
-        batch = collate(dataset, list(range(start, min(len(dataset), start + 64))))
-        digest.update(batch.input_ids.numpy().astype(np.int32).tobytes())
-        digest.update(batch.document_ids.numpy().astype(np.int32).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
-    """Return the rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
-    table = dataset.with_format("arrow")[row_numbers]
-    flat = {name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in _ROW}
-    return _batch({name: values.reshape(len(row_numbers), -1) for name, values in flat.items()})
-
-
-def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
-    """Return packed rows from memory, padded to ``seq_len``, as one batch [B, T]."""
-    return _batch(_arrays(rows, seq_len)[0])
-
-
-def _batch(columns: dict[str, _Array]) -> TrainBatch:
-    dtypes = {"loss_mask": np.bool_}
-    tensors: Any = {n: torch.from_numpy(array.astype(dtypes.get(n, np.int64))) for n, array in columns.items()}
-    return TrainBatch(**tensors)
-
-
-def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Document]:
-    """Tokenise texts; yield each as a document whose tokens are all trained and which ends with the EOS token.
-
-    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. ``max_tokens``: stop
-    after exactly this number of tokens, which may cut the last document; None: no limit.
+    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. With ``max_tokens``,
+    stop after exactly this number of tokens, which may cut the last document.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -142,95 +136,73 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
             "tokenizer_config.json"
         )
     left = max_tokens
-    for batch in _batched(texts, 128):
+    texts = iter(texts)
+    while batch := list(islice(texts, 128)):
         for ids in tokenizer(batch, verbose=False)["input_ids"]:
             if not ids or ids[-1] != tokenizer.eos_token_id:
                 ids = [*ids, tokenizer.eos_token_id]
-            array = np.asarray(ids[:left], dtype=np.int32)
-            yield Document(array, np.ones(len(array), dtype=np.bool_))
+            yield np.asarray(ids[:left], dtype=np.int32)
             if left is not None:
-                left -= len(array)
+                left -= min(left, len(ids))
                 if left == 0:
                     return
 
 
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+def split_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[list[Piece]]:
+    """Yield rows of ``seq_len`` tokens, filled with documents in order; those that do not fit are cut in pieces.
 
-
-def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """Yield rows of ``seq_len`` tokens, filled with ``documents`` in order; those that do not fit are cut in pieces."""
-    row = PackedRow(seq_len)
-    for number, document in enumerate(documents):
+    ``lengths`` has (number, length) of each document.
+    """
+    row, space = list[Piece](), seq_len
+    for number, length in lengths:
         start = 0
-        while start < len(document):
+        while start < length:
             # Of 20 tokens, a space of 15 takes 12: both pieces have at least ``MIN_PIECE`` tokens.
-            rest = len(document) - start
-            take = rest if rest <= row.space else min(row.space, rest - MIN_PIECE)
-            if rest > row.space and take < MIN_PIECE:
+            rest = length - start
+            take = rest if rest <= space else min(space, rest - MIN_PIECE)
+            if rest > space and take < MIN_PIECE:
                 yield row
-                row = PackedRow(seq_len)
+                row, space = [], seq_len
                 continue
-            row.add(number, document, start, take)
+            row.append(Piece(number, start, take, seq_len - space))
+            space -= take
             start += take
-    if row.pieces:
+    if row:
         yield row
 
 
-def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
+@dataclass(eq=False)
+class _OpenRow:
+    space: int  # number of tokens that still fit
+    pieces: list[Piece]
+
+
+def _whole_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[list[Piece]]:
     """Yield rows of ``seq_len`` tokens, filled with whole documents; a document longer than a row loses its end.
 
     A document is added to the fullest of up to ``OPEN_ROWS`` unfinished rows in which it fits, or to a new row.
     """
-    rows: list[PackedRow] = []
+    rows: list[_OpenRow] = []
     total = shortened = 0
-    for number, document in enumerate(documents):
-        length = min(len(document), seq_len)
+    for number, length in lengths:
         if not length:
             continue
         total += 1
-        shortened += length < len(document)
+        shortened += length > seq_len
+        length = min(length, seq_len)
         row = min((row for row in rows if row.space >= length), key=lambda row: row.space, default=None)
         if row is None:
             if len(rows) == OPEN_ROWS:
-                fullest = min(rows, key=lambda r: r.space)
+                fullest = min(rows, key=lambda row: row.space)
                 rows.remove(fullest)
-                yield fullest
-            row = PackedRow(seq_len)
+                yield fullest.pieces
+            row = _OpenRow(seq_len, [])
             rows.append(row)
-        row.add(number, document, 0, length)
+        row.pieces.append(Piece(number, 0, length, seq_len - row.space))
+        row.space -= length
         if not row.space:
             rows.remove(row)
-            yield row
-    yield from rows
+            yield row.pieces
+    yield from (row.pieces for row in rows)
     if shortened:
         _log.warning("%d of %d documents are longer than %d tokens and lost their ends", shortened, total, seq_len)
-
-
-def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) -> None:
-    pieces_type = pa.list_(pa.list_(pa.int64(), 4))
-    columns = {name: pa.list_(kind, seq_len) for name, kind in _ROW.items()} | {"pieces": pieces_type}
-    with pa.ipc.new_stream(sink, pa.schema(columns)) as writer:
-        for batch in _batched(rows, ROWS_PER_WRITE):
-            arrays, pieces = _arrays(batch, seq_len)
-            lists = [pa.FixedSizeListArray.from_arrays(pa.array(a.ravel()), seq_len) for a in arrays.values()]
-            lists.append(pa.array(pieces, type=pieces_type))
-            writer.write_batch(pa.RecordBatch.from_arrays(lists, schema=pa.schema(columns)))
-
-
-def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[dict[str, _Array], list[list[list[int]]]]:
-    """Return the columns of ``_ROW``, each [R, T] for R ``rows``, and the column ``pieces`` that ``pack`` describes."""
-    arrays = {name: np.zeros((len(rows), seq_len), kind.to_pandas_dtype()) for name, kind in _ROW.items()}
-    arrays["document_ids"][:] = NO_DOCUMENT
-    pieces: list[list[list[int]]] = [[] for _ in rows]
-    for r, row in enumerate(rows):
-        offset = 0
-        for number, (document, start, piece) in enumerate(row.pieces):
-            columns = (piece.input_ids, np.arange(len(piece)), number, piece.loss_mask)
-            for array, values in zip(arrays.values(), columns, strict=True):
-                array[r, offset : offset + len(piece)] = values
-            pieces[r].append([document, start, len(piece), offset])
-            offset += len(piece)
-    return arrays, pieces

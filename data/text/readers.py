@@ -18,12 +18,11 @@ from typing import Any
 from drafthead.data.text.chat import require_whole_characters
 from drafthead.errors import UserError, one_line
 
+# Builders of `datasets` by a file's suffix.
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-"""Suffixes of data files, and the builders of ``datasets`` that read them."""
+# By preference for evaluation: the base may have been trained on training data.
 SPLITS = ("test", "validation", "train")
-"""Splits in the order of preference for evaluation, because the base may have been trained on training data."""
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escape in JSON that stands for half a character, alone or as one of a pair."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character, alone or as one of a pair
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -39,7 +38,6 @@ def _file_errors(path: Path) -> Iterator[None]:
 
 
 def read_text(path: Path) -> str:
-    """Return the contents of a text file; ``.gz`` is decompressed."""
     with _file_errors(path):
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
@@ -50,10 +48,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name ("line 3") and content of each line that is not blank; ``.gz`` is decompressed.
-
-    If a file of JSON holds an array, the name ("row 3") and the JSON text of each of its entries are yielded.
-    """
+    """Yield the name ("line 3") and content of lines that are not blank, or of the entries of an array in JSON."""
     with _file_errors(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -68,7 +63,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON. Error messages lack the line's name, which the caller puts before them."""
+    """Return the object in a line of JSON; callers put the line's name before error messages."""
     try:
         row = json.loads(line.decode())
         if SURROGATE.search(line):
@@ -92,10 +87,8 @@ def open_dataset(
 ) -> Any:
     """Open a dataset with the library ``datasets``; call it inside ``dataset_errors``.
 
-    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``).
-    ``subset`` is a dataset's configuration, and ``revision`` a commit, branch or tag on the Hub. The default of
-    ``split`` is the first of ``SPLITS`` that the dataset has, or else its first split; for a data file "train".
-    ``stream`` returns an ``IterableDataset``, except for a folder of ``save_to_disk``.
+    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
+    default ``split`` is the first of ``SPLITS`` that the dataset has, or else its first; for a data file "train".
     """
     import datasets
 
@@ -131,10 +124,7 @@ def open_dataset(
 
 @contextmanager
 def dataset_errors(name: str, settings: str) -> Iterator[None]:
-    """Turn errors of ``datasets`` in the block (network, split, damaged file) into a ``UserError``.
-
-    Its message shows the dataset's ``name`` and the ``settings`` with which it was opened.
-    """
+    """Turn errors of ``datasets`` in the block (network, split, damaged file) into a ``UserError``."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -142,15 +132,12 @@ def dataset_errors(name: str, settings: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        raise UserError(
-            f"dataset {name!r} ({settings}) could not be read: {type(error).__name__}: "
-            f"{one_line(error.__cause__ or error)}; check the name, the split, the network and access, or use local "
-            "files of JSON lines"
-        ) from error
+        what = f"dataset {name!r} ({settings}) could not be read: {type(error).__name__}"
+        raise UserError(f"{what}: {one_line(error.__cause__ or error)}; check the name and the network") from error
 
 
 def latest_commit(name: str, revision: str | None) -> str | None:
-    """Return the commit that a dataset's revision (None: main) points to now, or None for a local dataset."""
+    """Return the commit that a dataset's revision (None: main) points to now; None for a local dataset."""
     from huggingface_hub import HfApi
 
     if Path(name).expanduser().exists():
@@ -163,7 +150,5 @@ def latest_commit(name: str, revision: str | None) -> str | None:
         reason = "the response names none"
     except Exception as error:  # the client also raises errors of its HTTP library
         reason = f"{type(error).__name__}: {one_line(error)}"
-    raise UserError(
-        f"the Hub names no commit of dataset {name!r} (revision {revision or 'main'}): {reason}; check the id, the "
-        "network and access, or set source.revision to a commit of 40 digits"
-    )
+    where = f"dataset {name!r} (revision {revision or 'main'})"
+    raise UserError(f"the Hub names no commit of {where}: {reason}; check the id, or set source.revision to a commit")

@@ -28,15 +28,12 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-}
-"""Names of roles in datasets, mapped to system, user or assistant."""
+}  # names of roles in datasets
 CONVERSATIONS = ("messages", "conversations", "conversation")
-"""Names of columns that hold conversations."""
 AUTO = "auto"
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Names of columns that hold a conversation's system prompt."""
 PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
-"""Keys that may hold the prompt in a line of an evaluation suite or of ``data.prompts``, in the order of search."""
+"""Keys that may hold the prompt in a line of a suite or of ``data.prompts``, in the order of search."""
 T = TypeVar("T", str, list[Message])
 
 
@@ -77,7 +74,7 @@ class SourceConfig:
         require(self.kind in ("hf", "jsonl") or self.turns == 1, "turns", f"1 {of_kind}", self.turns)
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the entries, for a manifest; without unset ``weight`` and ``turns``."""
+        """Return the settings that determine the entries, for a manifest."""
         # Manifests of older corpora lack these keys, so they are left out at their defaults.
         unset = {"weight": None, "turns": 1}
         return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
@@ -97,15 +94,10 @@ PRESETS = {
     "magpie": _preset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered", "conversations"),
     "hermes_fc": _preset("NousResearch/hermes-function-calling-v1", "conversations", subset="func_calling"),
 }
-"""Datasets of conversations by short names."""
 
 
 def expand_sources(value: Any) -> Any:
-    """Return a list of sources with short forms (text) converted; None becomes [], a single value a list of one.
-
-    A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``. Other text
-    raises a ``UserError``; other items stay unchanged.
-    """
+    """Convert short forms: a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each with an optional ``:LIMIT``."""
     if value is None:
         return []
     items = value if isinstance(value, list) else [value]
@@ -125,37 +117,25 @@ def _expand(text: str) -> SourceConfig:
         return SourceConfig(kind="jsonl", name=name, column=AUTO, limit=limit)
     if path.suffix in readers.BUILDERS or path.is_dir():
         return SourceConfig(kind="hf", name=name, column=AUTO, limit=limit)
-    raise UserError(
-        f"{text!r} is not a source; expected a .jsonl or .json file, a dataset's file or folder, hf:NAME[:SPLIT], "
-        f"or one of {', '.join(PRESETS)}, optionally with :LIMIT"
-    )
+    expected = "a .jsonl or .json file, a dataset's file or folder, hf:NAME[:SPLIT]"
+    raise UserError(f"{text!r} is not a source; expected {expected}, or one of {', '.join(PRESETS)}")
 
 
 def num_entries(source: SourceConfig) -> int | None:
-    """Return an upper bound on a source's entries: its ``limit``, or the lines of its local files; else None."""
+    """Return an upper bound on a source's entries, if it has a ``limit`` or local files of lines."""
     if source.limit is not None or source.kind not in ("jsonl", "text"):
         return source.limit
     return sum(1 for path in files_of(source) for _ in readers.read_lines(path))
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
-    """Return the sources with each Hub dataset pinned to a commit, so that later changes on the Hub have no effect.
-
-    The first call writes the commits to ``path``. Later calls read them from there without a request to the Hub.
-    """
+    """Pin each Hub dataset to a commit, which is stored in ``path`` so that later changes have no effect."""
     if not path.exists():
         latest = [readers.latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
         write_checksummed_json(path, latest)
     commits = read_checksummed_json(path)
-    if (
-        not isinstance(commits, list)
-        or len(commits) != len(sources)
-        or not all(c is None or isinstance(c, str) and readers.COMMIT.fullmatch(c) for c in commits)
-    ):
-        raise UserError(
-            f"{path} must list a commit or null for each of the {len(sources)} sources, but does not; remove the "
-            f"folder {path.parent}"
-        )
+    if not isinstance(commits, list) or len(commits) != len(sources):
+        raise UserError(f"{path} must list a commit or null for each of {len(sources)} sources; remove {path.parent}")
     return [s if commit is None else replace(s, revision=commit) for s, commit in zip(sources, commits, strict=True)]
 
 
@@ -163,11 +143,7 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 
 
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
-    """Yield the texts of a source that are not empty, in order. A file of kind ``text`` is one document.
-
-    With ``max_characters`` reading stops after the document that reaches this number of characters, and a dataset is
-    streamed. Embedded and builtin sets are small; only ``limit`` cuts them.
-    """
+    """Yield the non-empty texts of a source in order, up to the one that reaches ``max_characters``."""
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
     elif source.kind == "text":
@@ -182,8 +158,8 @@ def iter_prompts(source: SourceConfig, findings: Findings | None = None) -> Iter
     """Yield conversations that end with a user's turn, in the source's order.
 
     A column holds a text (one user turn) or a conversation (see ``as_prompt``; for column ``auto``
-    ``as_suite_prompt``). Prompts without messages or with an empty last message are left out. A file of kind
-    ``text`` has one prompt per line. What is left out or not read is added to ``findings``.
+    ``as_suite_prompt``). Prompts without messages or with an empty last message are left out. A file of kind ``text``
+    has one prompt per line.
     """
     prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
@@ -210,10 +186,7 @@ def _prompts_of_rows(source: SourceConfig, findings: Findings) -> Iterator[list[
 
 
 def with_system(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:
-    """Return ``messages``, with the system prompt in the row's own column as their first message if it has one.
-
-    Errors name the row ``where``.
-    """
+    """Put the system prompt in the row's own column, if any, before ``messages``."""
     text = next((row[name] for name in SYSTEM_COLUMNS if row.get(name)), "")
     if not isinstance(text, str):
         raise UserError(f"{where} has a {type(text).__name__} as system prompt, expected text")
@@ -228,37 +201,26 @@ def with_system(messages: list[Message], row: Mapping[str, Any], where: str) -> 
 def column_value(
     row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = PROMPT_COLUMNS
 ) -> tuple[Any, str]:
-    """Return the row's value in the source's column, and the value's name for error messages.
-
-    If the source's column is ``auto``, the value is the first one in the columns ``searched`` that is not None.
-    ``where`` is the row's name for error messages. A missing column raises a ``UserError``.
-    """
+    """Return the row's value in the source's column (``auto``: the first of ``searched``), and its name."""
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
-        present, expected = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
-        column = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
-        advice = f"rename a column, or give the source as {column}" if source.column == AUTO else "set source.column"
-        raise UserError(f"{where} has no column {expected}; present: {present}; {advice}")
+        expected, present = " or ".join(map(repr, columns)), ", ".join(map(str, row)) or "none"
+        named = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
+        raise UserError(f"{where} has no column {expected}; present: {present}; name one: {named}")
     return row[column], f"{where}: column {column!r}"
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return ``value`` if it is a text, and "" for None; otherwise raise a ``UserError`` that names it ``where``."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
     return value or ""
 
 
 def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
-    """Yield the messages of a conversation in any common form. Callers put the row's name before error messages.
-
-    ``roles`` maps role names in the data to those in the result; a role that it does not have raises a ``UserError``.
-    """
+    """Yield the messages of a conversation in any common form; callers put the row's name before error messages."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UserError(
-            f"holds a {type(value).__name__}, expected text or a list of {{role, content}} or {{from, value}}"
-        )
+        raise UserError(f"holds a {type(value).__name__}, expected text or a list of {{role, content}}")
     for turn in value:
         role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -266,18 +228,15 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
         if content is None and turn.get("tool_calls"):
             content = ""
         if not isinstance(role, str) or role not in roles or not isinstance(content, str):
-            raise UserError(
-                f"holds a turn of role {role!r} with a {type(content).__name__} as content, expected text and a role "
-                f"among {', '.join(roles)}"
-            )
+            given, known = f"{role!r} with a {type(content).__name__} as content", ", ".join(roles)
+            raise UserError(f"holds a turn of role {given}, expected text and a role among {known}")
         yield {"role": roles[role], "content": content}
 
 
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
 
-    The prompt of a conversation ends before answer number ``turns`` (from 1), with a message of the user. Earlier
-    answers become empty, because the base gives its own. None counts as an empty text.
+    It ends before answer number ``turns`` (from 1). Earlier answers become empty, because the base gives its own.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -299,7 +258,6 @@ def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
 
 
 def shown(value: Any) -> str:
-    """Return the type and the beginning of a value, for error messages."""
     text = repr(value)
     return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -307,9 +265,8 @@ def shown(value: Any) -> str:
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages up to the first one to answer, and the texts of the user's later messages.
 
-    ``value``, from a line of a suite, is a text, a conversation, or a list of the user's texts. In a conversation, what
-    follows the last user message is dropped. Its answers before that are kept, and only the user's messages after the
-    last kept answer are to be answered. Callers put the line's name before error messages.
+    ``value`` is a text, a conversation, or a list of the user's texts. Answers in a conversation are kept; only the
+    user's messages after the last one are to be answered. Callers put the line's name before error messages.
     """
     if isinstance(value, str):
         messages = user_turn(value)
@@ -329,11 +286,7 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def as_suite_prompt(value: Any, where: str) -> list[Message]:
-    """Return the conversation to answer in a line of ``data.prompts``: a text, a conversation or the user's texts.
-
-    Each message that the base shall answer, except the last, is followed by an empty assistant message. Errors name
-    ``value`` as ``where``.
-    """
+    """Return the conversation to answer in a line of ``data.prompts``, with empty answers between its turns."""
     try:
         messages, later = suite_prompt(value)
     except UserError as error:
@@ -344,11 +297,7 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (row, its name for error messages) of a dataset or JSON lines.
-
-    A dataset is downloaded or, with ``stream`` or if the source has a ``limit``, read over the network. ``on_error`` is
-    called with the error of a broken line; with None, the error is raised.
-    """
+    """Yield (row, name) of a dataset, which is not downloaded with ``stream`` or ``limit``, or of JSON lines."""
     if source.kind == "hf" and not source.name.endswith(".json"):  # tables would give all objects the same keys
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
@@ -367,7 +316,7 @@ def iter_rows(
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return ``value`` without the keys of objects that hold null, with which tables fill what an object lacks."""
+    """Drop the keys of objects that hold null, with which tables fill what an object lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -394,7 +343,6 @@ def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files that a source's path or glob matches, sorted; a ``UserError`` if there are none."""
     path = Path(source.name).expanduser()
     names = [str(path)] if path.is_file() else glob(str(path), recursive=True)  # a file's name may contain [1]
     files = [Path(name) for name in sorted(names) if Path(name).is_file()]
@@ -405,10 +353,7 @@ def files_of(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
-    """Open the dataset of a source of kind ``hf``; with ``stream`` it is not downloaded.
-
-    Errors in the block become errors that name the source.
-    """
+    """Open the dataset of a source of kind ``hf``; errors in the block name the source."""
     with readers.dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
         yield readers.open_dataset(source.name, source.subset, source.split, source.revision, stream)
 
@@ -417,11 +362,7 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 
 
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
-    """Return the documents of all sources without near-duplicates (``content_hash``), shuffled by ``seed``.
-
-    About ``max_characters`` are read from each source (see ``iter_documents``), or its share of them if sources have
-    weights. None reads all. An empty source raises a ``UserError``.
-    """
+    """Return all sources' documents without near-duplicates (``content_hash``), shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None, _: Findings | None) -> Iterator[str]:
         """Yield the documents of ``source``, up to about ``most`` characters (None: all)."""
@@ -435,10 +376,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
 def load_prompts(
     sources: list[SourceConfig], seed: int, limit: int | None, findings: Findings | None = None
 ) -> list[list[Message]]:
-    """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``.
-
-    What is left out or not read is added to ``findings``.
-    """
+    """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None, findings: Findings | None) -> Iterator[list[Message]]:
         """Yield prompts of ``source``; only ``most`` (None: all) if it has a weight or is a dataset without limit."""
@@ -455,7 +393,7 @@ def load_prompts(
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
-    """Return the sources' shares of the mixture, which add up to 1, or None if no source has a weight."""
+    """Return the sources' shares of the mixture, which add up to 1; None without weights."""
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         unweighted = next(source for source in sources if source.weight is None)
@@ -474,8 +412,8 @@ def _load(
 ) -> list[T]:
     """Return up to ``limit`` entries of all sources, without duplicates (of equal ``key``), shuffled by ``seed``.
 
-    ``read(source, most, findings)`` yields a source's entries; ``most`` is its share of ``total``, or None if that is
-    None. With ``limit`` the sources are read twice, so that a few entries of large files take little memory.
+    ``read(source, most, findings)`` yields a source's entries; ``most`` is its share of ``total``. With ``limit`` the
+    sources are read twice, so that a few entries of large files take little memory.
     """
     unique: dict[bytes, T | None] = {}
     parts = [total and ceil(share * total) for share in shares(sources) or [1.0] * len(sources)]

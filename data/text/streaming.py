@@ -15,15 +15,17 @@ here, because it counts characters, not rows, and has no random state to save. T
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.chat import Tokenizer
-from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
+from drafthead.data.text.documents import Documents, Ids
+from drafthead.data.text.packing import PackedRows, Piece, split_rows, text_documents
 from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, open_source, shares
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
@@ -153,7 +155,7 @@ class StreamedRows:
             _Shard(Mixture(sources, n, shards), tokenizer, seq_len, (seed, n), folder / f"lane-{n:03}.json")
             for n in range(shards)
         ]
-        self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
+        self._windows: dict[tuple[int, int], Future[PackedRows]] = {}
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
         """Return the rows ``numbers`` as one batch [B, T], in that order."""
@@ -167,8 +169,9 @@ class StreamedRows:
                     self._windows[key] = self._workers.submit(self._shards[shard].window, key[1])
             for passed in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
                 del self._windows[passed]
-            rows.append(self._windows[shard, window].result()[row])
-        return collate_rows(rows, self.seq_len)
+            rows.append(vars(self._windows[shard, window].result().batch([row])))
+        tensors: Any = {n: torch.cat([row[n] for row in rows]) for n, value in rows[0].items() if value is not None}
+        return TrainBatch(**tensors)
 
 
 class _Shard:
@@ -185,7 +188,7 @@ class _Shard:
                 raise UserError(f"{path} holds no positions of a stream; remove the file")
             self._positions |= {int(window): state for window, state in saved.items()}
 
-    def window(self, number: int) -> list[PackedRow]:
+    def window(self, number: int) -> PackedRows:
         """Return the rows of window ``number`` (from 0), shuffled."""
         with self._lock:
             if number != self._next:
@@ -201,15 +204,22 @@ class _Shard:
                 self._next = start
             while self._next < number:
                 self._make()
-            rows = self._make()
+            documents, rows = self._make()
         order = np.random.default_rng([*self.seed, number]).permutation(WINDOW)
-        return [rows[index] for index in order]
+        return PackedRows.of(documents, self.seq_len, [rows[index] for index in order])
 
-    def _make(self) -> list[PackedRow]:
-        # One text at a time, because texts read ahead would be lost at the end of a window.
-        texts = ([next(self.texts)] for _ in count())
-        documents = (document for text in texts for document in text_documents(self.tokenizer, text))
-        rows = list(islice(split_rows(documents, self.seq_len), WINDOW))
+    def _make(self) -> tuple[Documents, list[list[Piece]]]:
+        """Return the documents and the rows of the next window."""
+        documents: list[Ids] = []
+
+        def lengths() -> Iterator[tuple[int, int]]:
+            # One text at a time, because texts read ahead would be lost at the end of a window.
+            while True:
+                for ids in text_documents(self.tokenizer, [next(self.texts)]):
+                    documents.append(ids)
+                    yield len(documents) - 1, len(ids)
+
+        rows = list(islice(split_rows(lengths(), self.seq_len), WINDOW))
         self._next += 1
         if self._next not in self._positions:
             self._positions[self._next] = self.texts.state()
@@ -219,4 +229,4 @@ class _Shard:
                 write_checksummed_json(
                     self.path, {str(number): state for number, state in sorted(self._positions.items())}
                 )
-        return rows
+        return Documents.of(documents), rows

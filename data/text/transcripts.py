@@ -14,26 +14,15 @@ from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
-from drafthead.data.text.chat import MARK, Tokenizer, encode, encode_after, render, user_turn
+from drafthead.data.text import sources
+from drafthead.data.text.chat import MARK, Tokenizer, Variables, encode, encode_after, render, user_turn
 from drafthead.data.text.findings import Findings
-from drafthead.data.text.sources import (
-    CONVERSATIONS,
-    ROLES,
-    SYSTEM_COLUMNS,
-    SourceConfig,
-    column_value,
-    iter_messages,
-    iter_rows,
-    shown,
-    with_system,
-)
 from drafthead.errors import UserError
 
-TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
+TRANSCRIPT_ROLES = {**sources.ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning: of OpenAI-compatible servers, of newer ones, of gpt-oss."""
-TRAINED = ("weight", "loss", "train")
-"""Keys of a message that say if its turn is trained on: 1 or true, 0 or false."""
+TRAINED = ("weight", "loss", "train")  # keys of a message that say if its turn is trained on
 KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *REASONING, *TRAINED)
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """Texts that open and close a thought: Qwen3, DeepSeek and others; Magistral; Gemma 4."""
@@ -42,14 +31,13 @@ CLOSING = re.compile("|".join(re.escape(closing) for _, closing in THOUGHTS))
 EMPTY_THOUGHT = re.compile("|".join(rf"{re.escape(opening)}\s*{re.escape(closing)}" for opening, closing in THOUGHTS))
 CLOSED_THOUGHT = re.compile(rf"({EMPTY_THOUGHT.pattern})\s*$")
 """An empty thought at the end of a prompt, by which the template switches thinking off."""
+# Gpt-oss's text before an answer, which the base writes itself; without white space.
 CHANNEL = r"(?:<\|channel\|>\w+<\|message\|>)?"
-"""Pattern of gpt-oss's text before an answer, which the base writes itself; without white space."""
+# A template's text around reasoning; without white space.
 MARKUP = r"(?:<[^<>]*>|\[[^\[\]]*\]|\w+(?=<\|message\|>)|assistant(?=<))*"
-"""Pattern of a template's text around reasoning; without white space."""
-Answered = tuple[list[int], int]
-"""Token ids of a prompt and its answer, and the index of the first answer token."""
-SHOWN = 40
-"""Number of characters of a text to show in an error message."""
+NO_THINKING = "base.chat_template_kwargs={enable_thinking: false}"
+Answered = tuple[list[int], int]  # ids of a prompt and its answer, and the index of the first answer token
+SHOWN = 40  # characters of a text in an error message
 
 
 @dataclass(frozen=True)
@@ -57,20 +45,18 @@ class Transcript:
     """A conversation, or the token ids of one prompt and answer."""
 
     messages: Sequence[dict[str, Any]] = ()
-    tools: Sequence[Any] | None = None
-    """Tool definitions for the chat template."""
-    trained: Sequence[int] = (0,)
-    """Indices of the messages to train on, all of the assistant. Its other turns are context."""
+    tools: Sequence[Any] | None = None  # definitions for the chat template
+    trained: Sequence[int] = (0,)  # indices of the assistant's messages to train on; its other turns are context
     token_ids: tuple[list[int], list[int]] | None = None
-    """Token ids of prompt and answer from a server's log, used unchanged and instead of ``messages``."""
+    """Prompt and answer from a server's log, used unchanged and instead of ``messages``."""
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
 
 
-def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
+def iter_transcripts(source: sources.SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
     """Yield (row's name, transcript) of a source's first ``limit`` rows; unusable rows are added to ``findings``."""
-    rows = iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
+    rows = sources.iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
     for row, where in islice(rows, source.limit):
         try:
             yield from ((where, transcript) for transcript in _of_row(row, source, where, findings))
@@ -78,7 +64,7 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
             findings.reject(error)
 
 
-def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: Findings) -> list[Transcript]:
+def _of_row(row: Mapping[str, Any], source: sources.SourceConfig, where: str, findings: Findings) -> list[Transcript]:
     """Return the conversation in a row or, from a row with token ids (a logged response of vLLM), each answer."""
     listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
     choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
@@ -89,9 +75,9 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: 
                 raise UserError(f"{where} must have whole numbers in prompt_token_ids and token_ids")
         findings.ignore("column", row, ("choices", "prompt_token_ids", "token_ids"))
         return [Transcript(token_ids=pair) for pair in pairs]
-    value, column = column_value(dict(row), source, where, CONVERSATIONS)
+    value, column = sources.column_value(dict(row), source, where, sources.CONVERSATIONS)
     try:
-        plain = with_system([*iter_messages(value, TRANSCRIPT_ROLES)], row, "the row")
+        plain = sources.with_system([*sources.iter_messages(value, TRANSCRIPT_ROLES)], row, "the row")
         turns = [{}] * (len(plain) - len(value)) + value
         messages = [_message(m, turn, n) for n, (m, turn) in enumerate(zip(plain, turns, strict=True), start=1)]
         _check_order(messages)
@@ -101,7 +87,7 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: 
         tools = _tools(row.get("tools"))
     except (UserError, RecursionError) as error:
         raise UserError(f"{column} {error}") from None
-    findings.ignore("column", {n: v for n, v in row.items() if v is not value}, ("tools", *SYSTEM_COLUMNS))
+    findings.ignore("column", {n: v for n, v in row.items() if v is not value}, ("tools", *sources.SYSTEM_COLUMNS))
     for turn in turns:
         findings.ignore("key", turn, KEYS)
     # Datasets in ShareGPT's form write the tools into the system message and repeat them in a column.
@@ -122,23 +108,22 @@ def _message(message: Mapping[str, str], turn: Mapping[str, Any], number: int) -
         raise UserError(f"has a tool call in turn {number} that cannot be read ({error!r})") from None
     thoughts = [turn[key] for key in REASONING if turn.get(key)]
     if any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
-        raise UserError(f"has reasoning in turn {number} that is not one text: {shown(thoughts)}")
+        raise UserError(f"has reasoning in turn {number} that is not one text: {sources.shown(thoughts)}")
     if thoughts:
         extra |= {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
     return {**message, **extra}
 
 
 def _is_trained(turn: Mapping[str, Any]) -> bool:
-    """Return False if ``turn`` is marked as not to be trained on."""
     marks = {key: turn[key] for key in TRAINED if turn.get(key) is not None}
     for key, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
-            raise UserError(f"has {key} {shown(mark)} in a turn, expected 0, 1, false or true")
+            raise UserError(f"has {key} {sources.shown(mark)} in a turn, expected 0, 1, false or true")
     return all(marks.values())
 
 
 def _check_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ``UserError`` unless each assistant's turn has a turn before it to answer."""
+    """Reject an assistant's turn without a turn before it to answer."""
     before = "system"
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and before in ("system", "assistant"):
@@ -163,12 +148,12 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         if not all(isinstance(function["name"], str) for function in functions):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"stands beside tools that cannot be read ({error!r}): {shown(value)}") from None
+        raise UserError(f"has tools that cannot be read ({error!r}): {sources.shown(value)}") from None
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
 
 
 def _are_defined(tools: Sequence[dict[str, Any]], text: str) -> bool:
-    """Return True if ``text`` has the names of all ``tools``, as system prompts have that define them."""
+    """Return True if ``text`` names all ``tools``, as system prompts do that define them."""
     return all(re.search(rf"(?<!\w){re.escape(tool['function']['name'])}(?!\w)", text) for tool in tools)
 
 
@@ -183,11 +168,7 @@ class TranscriptEncoder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int, template_kwargs: Variables = None
     ) -> None:
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
         self.template_kwargs = dict(template_kwargs or {})
@@ -195,15 +176,12 @@ class TranscriptEncoder:
 
     @cached_property
     def ends(self) -> re.Pattern[str]:
-        """Pattern of the texts of tokens that end an answer."""
+        """Texts of tokens that end an answer."""
         return _any_of(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
 
     @cached_property
     def control(self) -> re.Pattern[str]:
-        """Pattern of the texts of control tokens: special tokens, ends of answers, and what the template puts around.
-
-        Other added tokens, such as ``<tool_call>``, are text that the base writes itself.
-        """
+        """Texts of special tokens, ends of answers, and what the template puts around; not ``<tool_call>``."""
         try:
             around = _squeezed(EMPTY_THOUGHT.sub("", self._render(user_turn(MARK))))
         except UserError:
@@ -214,11 +192,7 @@ class TranscriptEncoder:
         return _any_of([*texts, *self.tokenizer.all_special_tokens, *ends])
 
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
-        """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
-
-        The turn that crosses the limit is cut there. If the transcript cannot be trained on, an error that names it
-        ``where`` is added to ``findings``, and the result is [].
-        """
+        """Return the assistant's turns, each with everything before it, cut at ``limit`` tokens (None: all)."""
         errors: list[Exception] = []
         for messages in _forms(transcript.messages):
             turns: list[Answered] = []
@@ -241,7 +215,6 @@ class TranscriptEncoder:
         return []
 
     def _note(self, transcript: Transcript, findings: Findings, where: str) -> None:
-        """Add what is left out of ``transcript``, and control tokens in its prompts, to ``findings``."""
         messages, trained = transcript.messages, transcript.trained
         if not messages:
             return
@@ -253,7 +226,7 @@ class TranscriptEncoder:
             findings.remark("transcripts have the text of control tokens in a prompt; the base reads the tokens", where)
 
     def _turns(self, messages: Sequence[dict[str, Any]], transcript: Transcript) -> Iterator[Answered]:
-        """Yield the trained turns of ``transcript``, whose messages are given in a form for the chat template."""
+        """Yield the trained turns; ``messages`` are those of ``transcript`` in a form for the chat template."""
         if transcript.token_ids is not None:
             prompt_ids, answer_ids = transcript.token_ids
             if (largest := max(*prompt_ids, *answer_ids)) >= self.vocab_size:
@@ -275,10 +248,7 @@ class TranscriptEncoder:
     def _turn(
         self, messages: Sequence[dict[str, Any]], message: Mapping[str, Any], tools: Sequence[Any] | None
     ) -> Answered:
-        """Return the token ids of the last of ``messages``, as the answer to those before it.
-
-        ``message`` is this last message as it was read.
-        """
+        """Return the ids of the last of ``messages``, read as ``message``, as the answer to those before it."""
         if found := self.control.search(json.dumps(message, ensure_ascii=False, default=str)):
             raise UserError(f"(assistant) holds the text of the control token {found[0]!r}; remove it")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
@@ -307,10 +277,7 @@ class TranscriptEncoder:
 
 
 def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Yield ``messages`` in the forms of tool calls that chat templates expect, the most common first.
-
-    Arguments are objects or JSON text, and empty content beside a call is "" or null (DeepSeek: text and null).
-    """
+    """Yield ``messages`` with tool calls as templates expect them: objects or JSON, beside content "" or null."""
     yield messages
     if any("tool_calls" in message for message in messages):
         for as_text, content in ((False, None), (True, ""), (True, None)):
@@ -326,10 +293,7 @@ def _formed(message: dict[str, Any], as_text: bool, content: str | None) -> dict
 
 
 def _after(prompt: str, whole: str, asked: str) -> str:
-    """Return the end of ``whole``, the template's text for all turns, that answers ``prompt``.
-
-    ``asked`` is the content of the last message in ``prompt``.
-    """
+    """Return the end of ``whole``, all turns, that answers ``prompt``, whose last message has the content ``asked``."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     # Templates may write a closed, empty thought only into prompts, or rewrite earlier turns when a turn follows: move
@@ -338,15 +302,13 @@ def _after(prompt: str, whole: str, asked: str) -> str:
     length = bisect_left(range(1, len(prompt) + 1), True, key=lambda n: prompt[-n:] not in whole)
     common = prompt[len(prompt) - length :]
     if not any(_squeezed(text) in _squeezed(common) for text in (asked, _escaped(asked))):
-        raise UserError(
-            f"(assistant) would follow {_shown(prompt[-SHOWN:])} when it is served, which the chat template leaves out "
-            "of an answered turn; use the base's own answers (data.prompts=FILE) or their logged token ids"
-        )
+        what = f"would follow {_shown(prompt[-SHOWN:])} when it is served, which the chat template leaves out"
+        raise UserError(f"(assistant) {what} of an answered turn; use the base's own answers (data.prompts=FILE)")
     return whole[whole.rfind(common) + length :]
 
 
 def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None:
-    """Raise a ``UserError`` if ``written``, the template's text for ``message``, changes more than white space.
+    """Reject an answer if ``written``, the template's text for ``message``, changes more than white space.
 
     ``prompt`` is the template's text before it. Both are given without white space.
     """
@@ -357,21 +319,16 @@ def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None
         if reasoning or content.startswith(OPENED):
             raise UserError("(assistant) has reasoning, but the prompt switches thinking off; remove one of them")
     elif empty:
-        raise UserError(
-            "(assistant) starts with an empty think block, which the base does not write in this mode; set "
-            "base.chat_template_kwargs={enable_thinking: false} if the template has it, or remove the block"
-        )
+        what = "starts with an empty think block, which the base does not write in this mode"
+        raise UserError(f"(assistant) {what}; remove the block, or set {NO_THINKING}")
     lead = MARKUP + re.escape(reasoning) + MARKUP if reasoning else CHANNEL
     found = re.match(lead + re.escape(content), written)
     if found is None:
         _find(written, reasoning, 0)
         _find(written, content, 0)
     if not found or EMPTY_THOUGHT.match(written) or prompt.endswith(OPENED) and not CLOSING.search(written):
-        raise UserError(
-            f"(assistant) begins with {_shown(written[: written.find(content)])} in the chat template, not in the "
-            "transcript; the template needs a generation prompt (add_generation_prompt) that writes this. If this is "
-            "an empty think block, set base.chat_template_kwargs={enable_thinking: false}"
-        )
+        what = f"begins with {_shown(written[: written.find(content)])} in the chat template, not in the transcript"
+        raise UserError(f"(assistant) {what}; if this is an empty think block, set {NO_THINKING}")
     if "tool_calls" in message:
         _check_calls(written, message, found.end())
     elif after := written[found.end() :]:
@@ -379,7 +336,7 @@ def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None
 
 
 def _check_calls(written: str, message: Mapping[str, Any], position: int) -> None:
-    """Raise a ``UserError`` unless ``written`` has the tool calls of ``message``, if any, after ``position``."""
+    """Reject ``message`` unless ``written`` has its tool calls after ``position``."""
     for call in (call["function"] for call in message.get("tool_calls", ())):
         position = _find(written, call["name"], position)
         given = call["arguments"] if isinstance(call["arguments"], dict) else json.loads(call["arguments"])
@@ -392,14 +349,11 @@ def _find(written: str, text: str, start: int) -> int:
     """Return where ``text``, as it is or escaped as in JSON, ends in ``written`` after ``start``."""
     pieces = [piece for piece in map(_squeezed, (text, _escaped(text))) if piece in written[start:]]
     if not pieces:
-        raise UserError(
-            f"(assistant) is changed by the chat template, which writes {_shown(written)} for {_shown(text)}"
-        )
+        raise UserError(f"(assistant) is changed by the chat template: {_shown(text)} becomes {_shown(written)}")
     return written.index(pieces[0], start) + len(pieces[0])
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the keys and texts in a JSON value."""
     entries = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     for entry in entries:
         yield from (entry,) if isinstance(entry, str) else _texts(entry)

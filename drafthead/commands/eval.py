@@ -94,7 +94,7 @@ def main(config: EvalRunConfig) -> None:
                 drafter,
                 config,
                 folder,
-                display.progress,
+                display,
                 draft_config=draft_config,
                 head=head,
                 candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},

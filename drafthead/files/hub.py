@@ -18,20 +18,17 @@ from drafthead.errors import UserError, one_line
 from drafthead.files.local import safe_join, write_atomic
 from drafthead.settings.schema import SettingError, settings
 
+# Files that can run code when they are loaded; never downloaded or read.
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that can run code when they are loaded. Such files are never downloaded or read."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.md")
 UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
 """Patterns of a head's files. Only these are uploaded; those that the uploaded folder lacks are deleted on the Hub."""
-REPOSITORY = "<this repository or folder>"
-"""Placeholder for the repository's name in a model card."""
-RETRY_WAITS = (2.0, 10.0, 60.0)
-"""Seconds to wait before each further attempt at an upload. Within an attempt the client retries single requests."""
-TEMPORARY_STATUS = (408, 429)
-"""HTTP statuses below 500 after which an upload is tried again. It is also tried again after all server errors."""
+REPOSITORY = "<this repository or folder>"  # placeholder for the repository's name in a model card
+RETRY_WAITS = (2.0, 10.0, 60.0)  # seconds before further attempts; within one, the client retries single requests
+TEMPORARY_STATUS = (408, 429)  # below 500, after which an upload is tried again, as after all server errors
 
 
 @settings(kw_only=True)
@@ -53,11 +50,7 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Raise a ``UserError`` if there is no token, or if the Hub answers that it is invalid or may only read.
-
-    An unreachable Hub is not an error, because it may be available at the time of the upload. ``purpose`` starts the
-    message.
-    """
+    """Reject a missing token, or one that may not write; the Hub may be unreachable until the upload."""
     remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
         raise UserError(f"{purpose} needs a login to the Hub, but there is none: {remedy}")
@@ -83,9 +76,8 @@ def push(
 ) -> str:
     """Upload the saved head in ``folder``, and return the repository's address.
 
-    First the repository's name is written into the head's README.md. ``repo`` and ``private`` are settings of
-    ``HubConfig``. After a temporary failure, ``log`` gets a line and the upload is tried again; ``waits`` are the
-    seconds before each further attempt. If none succeeds, a ``UserError`` gives the command for a later upload.
+    First the repository's name is written into the head's README.md. After temporary failures the upload is tried
+    again; if no attempt succeeds, a ``UserError`` gives the command for a later upload.
     """
     for wait in (*waits, None):
         try:
@@ -100,10 +92,8 @@ def push(
                 final = 400 <= (status := cause.response.status_code) < 500 and status not in TEMPORARY_STATUS
             if wait is None or final:
                 later = ["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private]
-                raise UserError(
-                    f"pushing {folder} to {repo} failed ({reason}); the head is complete on disk, push it later with: "
-                    f"{shlex.join(later)}"
-                ) from None
+                what = f"pushing {folder} to {repo} failed ({reason}); the head is complete on disk"
+                raise UserError(f"{what}, push it later with: {shlex.join(later)}") from None
             log(f"warning: pushing to {repo} failed ({reason}); next attempt in {wait:g} s")
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
@@ -115,10 +105,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
     api = HfApi()
     url = api.create_repo(repo, private=private, exist_ok=True)
     if private and not api.model_info(url.repo_id).private:
-        raise UserError(
-            f"{url.repo_id} exists and is public, but private=true was requested; make it private in its settings on "
-            "the Hub, or name another repository"
-        )
+        raise UserError(f"{url.repo_id} is public, but private=true was requested; make it private on the Hub")
     card = folder / "README.md"
     if card.exists():
         named = re.sub(r'(drafthead\.load_head\(|custom_generate=)"[^"]*"', rf'\1"{url.repo_id}"', card.read_text())
@@ -135,10 +122,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Return the folder of a head's repository, downloaded unless the Hub client's cache has it.
-
-    ``revision`` None is the default branch. A repository that has pickles but no safetensors raises a ``UserError``.
-    """
+    """Return the folder of a head's repository, downloaded unless the Hub client's cache has it."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):
@@ -146,16 +130,14 @@ def fetch(repo: str, revision: str | None = None) -> Path:
         names = HfApi().list_repo_files(repo, revision=revision)
     except Exception as error:  # includes errors of the client's HTTP library
         at = "" if revision is None else f" at revision {revision}"
-        raise UserError(
-            f"no draft head at {repo}{at}: there is no such local folder, and the Hub said: {one_line(error)}; check "
-            "the name, the network and access"
-        ) from None
+        reason = f"there is no such local folder, and the Hub said: {one_line(error)}"
+        raise UserError(f"no draft head at {repo}{at}: {reason}; check the name and the network") from None
     refuse_pickles(repo, names)
     return folder
 
 
 def refuse_pickles(where: Any, names: Sequence[str]) -> None:
-    """Raise a ``UserError`` if ``names``, the files of ``where`` (which has no safetensors), include pickles."""
+    """Reject ``names``, the files of ``where`` (which has no safetensors), if they include pickles."""
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if pickles:
         into = Path(pickles[0]).stem.removeprefix("pytorch_") + ".safetensors"

@@ -18,14 +18,12 @@ from safetensors import SafetensorError
 from drafthead.errors import UserError, one_line
 
 MANIFEST_NAME = "manifest.json"
-MAX_HEADER = 8 << 20
-"""Largest header of a safetensors file that is parsed, in bytes. It describes about 50,000 tensors."""
+MAX_HEADER = 8 << 20  # bytes of a safetensors header that is parsed; about 50,000 tensors
 UMASK = os.umask(0o077)
 os.umask(UMASK)  # it can only be read by setting it
 
 
 def cache_dir() -> Path:
-    """Return ``$DRAFTHEAD_CACHE``, ``$XDG_CACHE_HOME/drafthead`` or ``~/.cache/drafthead``, which may not exist yet."""
     if folder := os.environ.get("DRAFTHEAD_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafthead"
@@ -46,8 +44,8 @@ def make_folder(path: Path, setting: str) -> None:
 def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
 
-    Readers therefore see the whole file or none. The next writer overwrites the temporary file of a killed one.
-    ``writer`` must differ between processes that write the same file at the same time.
+    Readers therefore see the whole file or none. ``writer`` must differ between processes that write the same file at
+    the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}{writer}.tmp")
@@ -76,7 +74,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,18 +83,13 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(content: str, folder: Path) -> Iterator[None]:
-    """Turn disk errors in the block (full, quota, read-only) into a ``UserError``.
-
-    Its message says that ``content``, such as "the packed rows", could not be written to ``folder``.
-    """
+    """Turn disk errors in the block, which writes ``content``, into a ``UserError``."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise UserError(
-            f"{content} could not be written to {folder} ({reason}); earlier files are intact. Free some space or "
-            "restore access, and the same command resumes there"
-        ) from None
+        what = f"{content} could not be written to {folder} ({reason}); earlier files are intact"
+        raise UserError(f"{what}. Free some space, and the same command resumes there") from None
 
 
 def finite(value: Any) -> Any:
@@ -110,18 +102,24 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically; raises a ``ValueError`` for NaN, which JSON does not have."""
+    """Write ``value`` as indented JSON, atomically; NaN is a ``ValueError``."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raise a ``UserError`` if the file is missing or broken."""
+def _read_bytes(path: Path, count: int = -1) -> bytes:
     try:
-        return json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            return file.read(count)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; check the path") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+
+
+def read_json(path: Path) -> Any:
+    content = _read_bytes(path)
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, 10,000 brackets
         raise UserError(f"{path} is not valid JSON ({one_line(error)}); restore or remove it") from None
 
@@ -132,7 +130,6 @@ def write_checksummed_json(path: Path, content: Any) -> None:
 
 
 def read_checksummed_json(path: Path) -> Any:
-    """Return the content that ``write_checksummed_json`` wrote; raise a ``UserError`` if the file is damaged."""
     saved = read_json(path)
     complete = isinstance(saved, dict) and set(saved) == {"content", "sha256"}
     if not complete or saved["sha256"] != digest(saved["content"]):
@@ -141,22 +138,18 @@ def read_checksummed_json(path: Path) -> Any:
 
 
 def digest(content: Any) -> str:
-    """Return the sha256 of a JSON value as hexadecimal digits."""
+    """Return the sha256 of a JSON value."""
     read_back = json.loads(json.dumps(content))  # turns all keys into strings, which can be sorted
     return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """Return the path of ``name`` in ``folder``; reject absolute paths, ``..`` and links out of the folder.
-
-    Links from a snapshot in the Hub's cache to the cache's blobs are allowed. The file need not exist.
-    """
+    """Return the path of ``name`` in ``folder``; reject ``..`` and links out of it, except to the Hub cache's blobs."""
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         raise UserError(f"{folder} names the file {name!r}, which is outside of it; do not use this folder")
@@ -168,9 +161,7 @@ def safe_join(folder: Path, name: str) -> Path:
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # circular links
-        raise UserError(
-            f"{path} is or contains a link that cannot be resolved ({error}); copy {folder} again"
-        ) from None
+        raise UserError(f"{path} contains a link that cannot be resolved ({error}); copy {folder} again") from None
     if not any(real.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path} is a link to {real}, outside its folder; copy the file there if you trust it")
     if real.exists() and not (real.is_file() or real.is_dir()):
@@ -180,10 +171,7 @@ def safe_join(folder: Path, name: str) -> Path:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines log, or [] if it does not exist; an incomplete last line is left out."""
-    try:
-        lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    lines = _read_bytes(path).decode(errors="replace").rstrip("\n").split("\n") if path.exists() else []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -200,42 +188,30 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
-    """Raise a ``UserError``, which starts with ``purpose``, if fewer than ``needed`` bytes are free for ``path``."""
     existing = path
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
     if free < needed:
         required, available = (f"{n / 1e9:,.2f} GB" if n >= 10**9 else f"{n / 1e6:,.1f} MB" for n in (needed, free))
-        raise UserError(
-            f"{purpose} needs about {required} in {path}, but {available} are free; free some space or choose another "
-            "folder"
-        )
+        raise UserError(f"{purpose} needs about {required} in {path}, but {available} are free; free some space")
 
 
 def check_header(path: Path) -> None:
     """Reject a safetensors file with a header above ``MAX_HEADER``, which would take minutes and GB to parse."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    size = int.from_bytes(_read_bytes(path, 8), "little")
     if MAX_HEADER < size < path.stat().st_size:  # a larger one is damage, which safetensors reports
         raise UserError(f"{path} has a header of {size >> 20} MiB, at most {MAX_HEADER >> 20} are read; copy it again")
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write ``entries`` (JSON values) as ``folder/manifest.json``, atomically."""
     write_json(folder / MANIFEST_NAME, entries)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of ``folder``."""
     entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
-        raise UserError(
-            f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"
-        )
+        raise UserError(f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, not an object; remove the folder")
     return entries
 
 
@@ -245,10 +221,7 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Return True if ``folder`` has a manifest; raise a ``UserError`` if it differs from ``expected`` (JSON values).
-
-    The message names the first key that differs and ends with ``remedy``. Tuples count as lists.
-    """
+    """Return True if ``folder`` has a manifest; reject one that differs from ``expected`` (JSON values)."""
     if not (folder / MANIFEST_NAME).exists():
         return False
     different = difference(read_manifest(folder), json.loads(json.dumps(expected)))
@@ -272,10 +245,7 @@ def same_base(one: str, other: str) -> bool:
 
 
 def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal.
-
-    Keys of ``expected`` are compared first. The result's key starts with ``key``; a missing value is "(absent)".
-    """
+    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in actual if n not in expected)]:
             path = f"{key}.{name}" if key else name
@@ -295,18 +265,17 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 
 
 @contextmanager
-def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
+def exclusive(folder: Path, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    If another process holds the lock, ``progress`` is called once with a description, 0 (done) and 1 (total), before
-    waiting. Code that only reads the folder takes no lock.
+    ``log`` gets a line before waiting for another process. Code that only reads the folder takes no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
-        progress("waiting for another process that writes this corpus", 0, 1)
+        log(f"   waiting for another process that writes {folder}")
         held = lock.acquire()
     with held:
         yield
@@ -314,7 +283,7 @@ def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold the lock of the results' ``folder`` during the block; if another process does, a ``UserError`` names it."""
+    """Hold the lock of the results' ``folder`` during the block; reject a folder that another process holds."""
     note = folder / ".lock-holder"
 
     def refuse(*_: object) -> None:

@@ -1,7 +1,5 @@
 """Help texts and the reference page, generated from settings classes: keys, defaults, limits, field docstrings."""
 
-import ast
-import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -9,7 +7,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import Any, cast, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from drafthead.settings.schema import default_of, is_settings, limit_of, types_of, without_none
 
@@ -63,17 +61,11 @@ def _typed(value: Any) -> str:
 @cache
 def docstrings(cls: Any) -> dict[str, str]:
     """Return the docstrings below the fields of a class and of its bases, each in one line."""
-    inherited: dict[str, str] = {}
-    for base in reversed(cls.__mro__[1:]):
-        if is_settings(base):
-            inherited |= docstrings(base)
-    body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
-    for statement, following in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = following.value if isinstance(following, ast.Expr) else None
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                inherited[statement.target.id] = " ".join(text.value.split())
-    return inherited
+    described: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        known = vars(base).get("__pydantic_fields__", {})
+        described |= {name: " ".join(f.description.split()) for name, f in known.items() if f.description}
+    return described
 
 
 def help_text(usage: str, cls: Any) -> str:

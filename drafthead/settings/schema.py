@@ -60,7 +60,13 @@ def settings(**options: Any) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+_CONFIG = ConfigDict(
+    use_attribute_docstrings=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    coerce_numbers_to_str=True,
+    arbitrary_types_allowed=True,
+)
 
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature other than 0. Logits divided by a much smaller one are infinite in float32."""

@@ -22,26 +22,18 @@ _chosen: list[torch.device] = []
 
 
 def choose_device(name: str) -> None:
-    """Compute on ``name`` ("cpu", "cuda:1", "mps") in this process, instead of the accelerator that torch finds.
-
-    Raises:
-        UserError: torch cannot compute on this device.
-    """
+    """Compute on ``name`` ("cpu", "cuda:1", "mps") in this process, instead of the accelerator that torch finds."""
     _chosen[:] = [device_of(name)]
     if _chosen[0].index is not None:  # accelerate, which places each process's work, follows it too
         os.environ["ACCELERATE_TORCH_DEVICE"] = name
 
 
 def chosen_device() -> torch.device | None:
-    """Return the device of ``choose_device``; None if it was not called."""
     return _chosen[0] if _chosen else None
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return ``device``; for None the device of ``choose_device``, else the accelerator that torch finds, else the CPU.
-
-    A device on which torch cannot compute raises a ``UserError``.
-    """
+    """Return ``device``; for None ``choose_device``'s, else the accelerator that torch finds, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return _chosen[0] if _chosen else accelerator or torch.device("cpu")
@@ -83,7 +75,6 @@ def can_pin(device: torch.device) -> bool:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the work submitted to ``device``."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
 
@@ -94,17 +85,14 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return ``values`` in the ``wide_dtype`` of their device."""
     return values.to(wide_dtype(values.device))
 
 
 def automatic_dtype(device: torch.device) -> str:
-    """Return the name of the default dtype of weights on ``device``, "float32" or "bfloat16"."""
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the name of torch.distributed's backend for tensors of ``device``."""
     return "gloo" if device.type == "mps" else dist.get_default_backend_for_device(device)
 
 
@@ -163,7 +151,6 @@ def set_rng_states(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def unchanged_rng() -> Iterator[None]:
-    """Restore torch's random states of host and accelerators at the end of the block."""
     host, states = torch.get_rng_state(), rng_states()
     try:
         yield
@@ -180,5 +167,4 @@ def graphs_of(device: torch.device) -> Any:
 
 
 def new_graph(module: Any) -> Any:
-    """Return a new, empty graph; ``module`` comes from ``graphs_of``."""
     return module.XPUGraph() if hasattr(module, "XPUGraph") else module.CUDAGraph()

@@ -21,8 +21,7 @@ from rich.segment import Segment
 
 from drafthead.errors import visible
 
-LOG_WIDTH = 120
-"""Columns of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""
+LOG_WIDTH = 120  # columns of output to files, unless `COLUMNS` is set; rich would fold tables at 80
 
 
 class PlainConsole(Console):
@@ -32,7 +31,6 @@ class PlainConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of ``renderable``; those of rich's own control codes are unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text, keep="\n\t"))
 
@@ -44,14 +42,12 @@ class Display:
         self.console = PlainConsole(quiet=not enabled)
         if not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = LOG_WIDTH
-        self.stages: list[tuple[str, float]] = []
-        """Names of finished stages, and their seconds."""
+        self.stages: list[tuple[str, float]] = []  # finished ones, and their seconds
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._last_line: dict[str, float] = {}
 
     def line(self, text: str) -> None:
-        """Print one plain line."""
         self.console.print(visible(text), soft_wrap=True)
 
     @contextmanager
@@ -70,13 +66,7 @@ class Display:
         self.line(f"   {name}: {seconds:.1f} s")
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
-        """Show ``done`` of ``total`` in the progress bar ``label``; if ``total`` is 0, only print the label.
-
-        Without a terminal, print a line every 10 s instead, but none in the first ``after`` seconds of ``label``.
-        """
-        if not total:
-            self.line(f"   {label}")
-            return
+        """Show ``done`` of ``total`` in the bar ``label``; without a terminal, every 10 s after ``after`` seconds."""
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}", markup=False), BarColumn(), MofNCompleteColumn())

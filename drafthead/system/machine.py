@@ -14,21 +14,24 @@ from drafthead.system.devices import accelerator_name
 from drafthead.version import __version__
 
 BUSY_CORES = 0.2
-"""Number of cores used by other processes above which times are reported as not comparable. A single busy process can
-halve the speed of decoding, because all threads wait for the thread that it disturbs."""
+"""Cores used by other processes above which times are not comparable. A single busy process can halve the speed of
+decoding, because all threads wait for the thread that it disturbs."""
+
+
+def cpu_info(key: str) -> str:
+    """Return the value of ``key`` for the first processor in Linux's ``/proc/cpuinfo``; "" if it is not there."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def hardware() -> dict[str, Any]:
-    """Return "cpu", usable "cores", "torch_threads", "ram_gb" and "gpu" (None without one) of this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": usable,
         "torch_threads": torch.get_num_threads(),
         "ram_gb": round(ram / 1e9, 1),
@@ -37,7 +40,6 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries on which measurements depend."""
     import transformers  # slow to import, and only its version is needed
 
     return {
@@ -56,9 +58,7 @@ class OtherProcesses:
     """
 
     wall_s = 0.0
-    """Duration of all blocks in seconds."""
     cpu_s = 0.0
-    """CPU seconds that other processes used during the blocks."""
 
     def __enter__(self) -> Self:
         self._cpu_before, self._started = _cpu_of_others(), perf_counter()
@@ -70,18 +70,15 @@ class OtherProcesses:
 
     @property
     def cores(self) -> float | None:
-        """Cores that other processes used on average; None if no time passed."""
         return cores_used(self.cpu_s, self.wall_s)
 
 
 def cores_used(cpu_s: float, wall_s: float) -> float | None:
-    """Return the average number of cores that use ``cpu_s`` CPU seconds in ``wall_s`` seconds; None for 0 seconds."""
     # Ticks round, so a quiet machine may come out slightly below zero.
     return max(0.0, cpu_s / wall_s) if wall_s > 0 else None
 
 
 def other_processes_line(cores: float | None) -> str:
-    """Return a line with the ``cores`` used by other processes (None: unknown), and a warning above ``BUSY_CORES``."""
     if cores is None:
         return "CPU use of other processes: unknown"
     warning = "; times are not comparable" if cores > BUSY_CORES else ""

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import openai
 
-from drafthead.data.answers.http_client import LimitedClient, masked
+from drafthead.data.answers.http_client import LimitedClient, api_key, error_text, through_end
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
@@ -94,7 +93,7 @@ class EngineServer(ABC):
         """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
-        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self._key = api_key()
         self._runner = asyncio.Runner()
         # A proxy of the environment is for other machines.
         is_local = re.match(r"https?://(127\.|localhost)", url) is not None
@@ -136,10 +135,7 @@ class EngineServer(ABC):
             get, post = self._client.get, self._client.post
             text = self._runner.run(get(path, cast_to=str) if body is None else post(path, cast_to=str, body=body))
         except openai.APIStatusError as error:
-            message = masked(error.response.text, self._key)
-            if error.status_code < 400:
-                message = f"it redirects to {masked(error.response.headers.get('location', ''), self._key)}"
-            raise EngineError(f"{self.name} at {self.url} refused {path} ({error.status_code}): {message}") from None
+            raise EngineError(f"{self.name} at {self.url} refused {path} ({error_text(error, self._key)})") from None
         except openai.APIConnectionError as error:
             if self._process is not None:
                 time.sleep(0.2)  # its exit may not be visible yet
@@ -175,9 +171,8 @@ class EngineServer(ABC):
         ``stopped`` is true if the answer ended with an end-of-turn token, not at its length limit. ``token`` is that
         token's id; anything else, such as None, if the server does not name it.
         """
-        for index, candidate in enumerate(tokens):
-            if candidate in self.eos_ids:
-                return tokens[: index + 1]
+        if (ended := through_end(tokens, self.eos_ids)) is not None:
+            return ended
         if not stopped or not self.eos_ids:
             return tokens
         return [*tokens, token if isinstance(token, int) and token in self.eos_ids else min(self.eos_ids)]

@@ -21,15 +21,12 @@ from drafthead.eval.lossless.tabular_lm import TabularLM
 NextToken: TypeAlias = Callable[[Sequence[int]], Tensor]
 """Function from a prefix (token ids) to the float64 probabilities [V] of the next token."""
 SpeculativeSampler: TypeAlias = Callable[[NextToken, NextToken, Callable[[Any], int], int], Sequence[int]]
-"""Function of (target, draft, choose, length) that returns the tokens of one step: up to ``length`` accepted drafts and
-one token more. ``choose(probs)`` returns an index drawn from ``probs``."""
-ROUNDING = 1e-6
-"""Total variation below this is rounding, since a sampler may compute in float32."""
-PAIRS = 16
-"""Number of random pairs of target and draft model, both tables of probabilities, on which a sampler is checked."""
+"""Function of (target, draft, choose, length) that returns a step's tokens: up to ``length`` accepted drafts and one
+more. ``choose(probs)`` returns an index drawn from ``probs``."""
+ROUNDING = 1e-6  # total variation below this is rounding: a sampler may compute in float32
+PAIRS = 16  # random pairs of target and draft model, on which a sampler is checked
 MOST_OUTCOMES = 200_000
-RUNS = 20
-"""Repetitions of the first outcome. If its tokens change, the sampler uses random numbers that are not enumerated."""
+RUNS = 20  # of the first outcome: if its tokens change, some random numbers are not enumerated
 VIEWS = frozenset(("getitem", "view", "reshape", "squeeze", "unsqueeze", "select", "expand", "flatten", "unbind"))
 DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "exponential", "rand_like")
 
@@ -42,11 +39,9 @@ class _Choices(TorchFunctionMode):
         self._script = script
         self._made: tuple[int, ...] = ()
         self.weight = 1.0
-        self.others: list[tuple[int, ...]] = []
-        """Scripts that lead to the options not taken in this run."""
+        self.others: list[tuple[int, ...]] = []  # scripts that lead to the options not taken in this run
 
     def choose(self, probs: Any) -> int:
-        """Return the next choice, an index of ``probs``."""
         values = [float(value) for value in probs]
         if not values or min(values) < -ROUNDING or abs(sum(values) - 1) > ROUNDING:
             raise UserError(f"choose(probs) needs probabilities that add up to 1, got {values}")
@@ -60,10 +55,7 @@ class _Choices(TorchFunctionMode):
         return choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Turn ``multinomial``, and comparisons of numbers from ``rand``, into choices; run all other functions.
-
-        Other random functions, and other functions of numbers from ``rand``, raise an error.
-        """
+        """Turn ``multinomial``, and comparisons of numbers from ``rand``, into choices; run all other functions."""
         name, kwargs = getattr(func, "__name__", "").strip("_"), kwargs or {}
         if name == "multinomial":
             probs, samples = args[0], kwargs.get("num_samples", args[1] if len(args) > 1 else 1)
@@ -86,9 +78,7 @@ class _Choices(TorchFunctionMode):
             numbers.low, numbers.high = low, high
             return numbers
         if name not in ("lt", "le", "gt", "ge"):
-            raise UserError(
-                f"torch.{name} of a random number cannot be enumerated; compare the number with a probability"
-            )
+            raise UserError(f"torch.{name} of a random number cannot be enumerated; compare it with a probability")
         numbers, limits = args if is_uniform[0] else args[::-1]
         asks_above = (name in ("gt", "ge")) == is_uniform[0]
         return self._below(numbers, limits) ^ asks_above
@@ -129,9 +119,8 @@ def sampler_distribution(
         except Exception as error:
             raise UserError(f"the sampler failed: {type(error).__name__}: {one_line(error)}") from error
         if not 1 <= len(tokens) <= length + 1 or not all(0 <= token < target.vocabulary for token in tokens):
-            raise UserError(
-                f"a step commits 1 to {length + 1} tokens below {target.vocabulary}, but the sampler returned {tokens}"
-            )
+            expected = f"1 to {length + 1} tokens below {target.vocabulary}"
+            raise UserError(f"a step commits {expected}, but the sampler returned {tokens}")
         return tokens, choices
 
     result = CommittedProbs(target.vocabulary, length)
@@ -158,8 +147,8 @@ def distances(
 ) -> tuple[list[float], int]:
     """Return the total variation between ``sampler``'s output and each target, and the total number of outcomes.
 
-    A step has up to ``length`` drafts. ``probs`` are the next-token probabilities of one target and its draft model;
-    None: ``PAIRS`` random pairs over ``vocabulary`` tokens.
+    ``probs`` are the next-token probabilities of one target and its draft model; None: ``PAIRS`` random pairs over
+    ``vocabulary`` tokens.
     """
     targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
     pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]
@@ -192,8 +181,6 @@ def load_sampler(name: str) -> SpeculativeSampler:
 
 
 def _next_token(table: TabularLM) -> NextToken:
-    """Return the function that gives a sampler the next-token probabilities of ``table``."""
-
     def probs(prefix: Sequence[int]) -> Tensor:
         number = 0
         for token in prefix:

@@ -34,12 +34,11 @@ SAMPLERS = (
     Sampler(repetition_penalty=1.5),
 )
 OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sampler(temperature=0.7, top_k=2)))
-"""Pairs (the target's sampler, another sampler for the drafts): the output must be exact with any draft sampler."""
+"""Pairs (the target's sampler, another one for the drafts): the output must be exact with any draft sampler."""
 TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
 EVERY = (TOP_K, *SAMPLED)
-DRAFT_SPREAD = 1.5
-"""Standard deviation of the differences between the drafter's logits and the target's."""
+DRAFT_SPREAD = 1.5  # standard deviation of the drafter's logits from the target's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,9 @@ class Part:
     """Settings of one of the drafters of a ``Shape``."""
 
     tree: TokenTree | DynamicTree
-    shared: bool = False
-    """All nodes of a tree level share one distribution and its samples, as in Medusa."""
-    draft_vocabulary: int | None = None
-    """Number of ids that the drafter can draft; None: all."""
-    top_k: bool = False
-    """Use top-k drafting even if the other drafters sample."""
+    shared: bool = False  # all nodes of a tree level share one distribution and its samples, as in Medusa
+    draft_vocabulary: int | None = None  # number of ids that the drafter can draft
+    top_k: bool = False  # use top-k drafting even if the other drafters sample
     confidence_threshold: float = 0.0
     prefix_threshold: float = 0.0
 
@@ -64,22 +60,16 @@ class Shape:
     name: str
     vocabulary: int
     parts: tuple[Part, ...]
-    kinds: tuple[DraftSampling, ...] = EVERY
-    """The shape is enumerated once for each of these ways to draw its drafts."""
-    relay: bool = False
-    """The drafters draft in turn along one path. Otherwise their trees are combined in one."""
+    kinds: tuple[DraftSampling, ...] = EVERY  # the shape is enumerated once for each of these ways to draw its drafts
+    relay: bool = False  # the drafters draft in turn along one path, not in one tree
 
     @property
     def depth(self) -> int:
-        """Number of drafts on the longest path."""
         depths = [drafter.tree.depth for drafter in self.parts]
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return a function that drafts this shape from random tables near ``target``; ``seed`` determines the tables.
-
-        Drafts are drawn by ``draft_sampling`` with ``sampler``; None: top-k drafts.
-        """
+        """Return a function that drafts this shape from random tables near ``target`` (no ``sampler``: top-k)."""
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -148,13 +138,11 @@ class Case:
     draft_sampling: DraftSampling
     shape: Shape
     sampler: Sampler
-    draft_sampler: Sampler | None
-    """Sampler of the drafts; None: top-k drafting."""
-    greedy: bool = False
-    """Accept drafts that equal the target's argmax, as decoding does at temperature 0."""
+    draft_sampler: Sampler | None  # None: top-k drafting
+    greedy: bool = False  # accept drafts that equal the target's argmax, as decoding does at temperature 0
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
-        """Return a random target and a function that drafts for it; ``seed`` determines both."""
+        """Return a random target and a function that drafts for it."""
         target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed)
         return target, self.shape.draft(self.draft_sampling, self.draft_sampler, target, seed + 1)
 
@@ -173,7 +161,6 @@ def cases() -> Iterator[Case]:
 
 
 def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> Iterator[Case]:
-    """Yield a case per sampler and, if drafts are sampled, a case per pair of ``OTHER_DRAFT_SAMPLERS``."""
     for sampler in SAMPLERS:
         yield _case(rule, kind, shape, sampler)
     for sampler, draft_sampler in () if kind is TOP_K else OTHER_DRAFT_SAMPLERS:
@@ -216,25 +203,15 @@ def _two_kinds() -> Proposal:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """Return the combinations of rule and drafts that would bias the output and must be refused."""
-    tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
+    tree, dynamic, sampled = TREE_22.tree, DynamicTree(nodes=7), partial(DraftConfig, draft_sampling=WITH)
+    dropping = partial(sampled, tree=TokenTree.chain(1), confidence_threshold=0.2)
     return (
         Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
-        Refusal(
-            "exact",
-            "sampled at temperature 0",
-            "<2,2>",
-            lambda: DraftConfig(tree=tree, draft_sampling=WITH, sampler=greedy),
-        ),
-        Refusal(
-            "exact",
-            "sampled",
-            "chain 1, drops a draft by its own probability",
-            lambda: DraftConfig(tree=TokenTree.chain(1), draft_sampling=WITH, confidence_threshold=0.2),
-        ),
-        Refusal("exact", "sampled", "dynamic", lambda: DraftConfig(tree=dynamic, draft_sampling=WITH)),
+        Refusal("exact", "sampled at temperature 0", "<2,2>", partial(sampled, tree=tree, sampler=Sampler())),
+        Refusal("exact", "sampled", "chain 1, drops a draft by its own probability", dropping),
+        Refusal("exact", "sampled", "dynamic", partial(sampled, tree=dynamic)),
         Refusal("exact", "with and without replacement", "chain 1 + chain 1", _two_kinds),
-        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(DraftConfig(tree=tree, draft_sampling=WITH))),
+        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(sampled(tree=tree))),
         Refusal("block", "top k", "dynamic", lambda: BLOCK.check(DraftConfig(tree=dynamic))),
     )
 
@@ -248,8 +225,7 @@ class Counterexample:
     target: TabularLM
     draft: Draft
     depth: int
-    expected: float
-    """Total variation from the target's distribution, calculated by hand."""
+    expected: float  # total variation from the target's distribution, calculated by hand
     rule: str = "exact"
 
 
@@ -259,11 +235,10 @@ def _table(*rows: tuple[float, float]) -> TabularLM:
 
 
 def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.Tensor]) -> Draft:
-    """Return a function that samples chains of ``depth`` drafts; only the first ``length(proposal)`` are verified."""
+    """Sample chains of ``depth`` drafts, of which only the first ``length(proposal)`` are verified."""
     draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
 
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
-        """Draft a whole chain, then cut it."""
         proposal = TableDraft(table, draft_config)(last_token, rng)
         parents = proposal.shape.parents.expand(len(last_token), -1)
         is_kept = torch.arange(depth + 1) <= length(proposal)[:, None]

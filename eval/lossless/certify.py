@@ -21,39 +21,31 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.token_tree import TokenTree
 
-EXACT_BELOW = 1e-9
-"""Total variation below this is rounding."""
-PAIRS = 64
-"""Number of random targets, each with a drafter near it, over which ``rule_total_variation`` averages."""
+EXACT_BELOW = 1e-9  # total variation below this is rounding
+PAIRS = 64  # random targets, each with a drafter near it, over which `rule_total_variation` averages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one case."""
+    """Result of one case."""
 
     rule: str
     draft_sampling: str
     sampler: str
     shape: str
-    result: str
-    """``exact``, ``lossy``, ``biased`` (a counterexample), ``refused`` or ``FAILED``."""
-    vocabulary: int = 0
-    """Number of the target's tokens; 0 if nothing is enumerated."""
-    outcomes: int = 0
-    """Number of sequences of random choices. The bonus token is not enumerated; its distribution is added."""
-    total_variation: float | None = None
-    """Total variation of the next tokens, one more than the tree's depth, from the target's; None: not enumerated."""
-    reason: str = ""
-    """Reason of a refusal."""
+    result: str  # exact, lossy, biased (a counterexample), refused or FAILED
+    vocabulary: int = 0  # the target's tokens; 0 if nothing is enumerated
+    outcomes: int = 0  # sequences of random choices; the bonus token's whole distribution is added
+    total_variation: float | None = None  # of the next tokens (one more than the tree's depth) from the target's
+    reason: str = ""  # of a refusal
 
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
     """Return the total variation between a token's distribution under ``rule`` and the target's distribution.
 
-    It is the mean over random targets with drafters near them. The value is exact for each of 64 fixed pairs of target
-    and drafter over 8 tokens, with a chain of one draft; 0 for a lossless rule. It compares lossy rules with each
-    other. It does not predict the effect on a real model's answers.
+    It is the mean over 64 fixed pairs of random target and near drafter over 8 tokens, with a chain of one draft. It
+    compares lossy rules with each other. It does not predict the effect on a real model's answers.
     """
     if rule.lossless:
         return 0.0
@@ -67,10 +59,7 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
 
 
 def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
-    """Return the result of a case: enumerate its outcomes, or, for a ``Refusal``, try to build the combination.
-
-    ``seed`` determines the random tables of a ``Case``.
-    """
+    """Enumerate a case's outcomes, or, for a ``Refusal``, try to build the combination."""
     if isinstance(case, Refusal):
         reason = ""
         try:
@@ -79,35 +68,21 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
             reason = str(error)
         return Row(**labels(case), result="refused" if reason else "FAILED", reason=reason)
     if isinstance(case, Counterexample):
-        target, sampler = case.target, RAW
-        committed_probs = committed(case.draft, target, sampler, EXACT, case.depth)
+        target = case.target
+        step = committed(case.draft, target, RAW, EXACT, case.depth)
+        distance = total_variation(step, target.probs(RAW))
+        result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
     else:
         target, draft = case.tables(seed)
-        sampler = case.sampler
-        committed_probs = committed(draft, target, sampler, case.rule, case.shape.depth, greedy=case.greedy)
-    distance = total_variation(committed_probs, target.probs(sampler))
-    if isinstance(case, Counterexample):
-        result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
-    elif case.rule.lossless:
-        result = "exact" if distance < EXACT_BELOW else "FAILED"
-    else:
-        result = "lossy"
-    return Row(
-        **labels(case),
-        result=result,
-        vocabulary=target.vocabulary,
-        outcomes=committed_probs.outcomes,
-        total_variation=distance,
-    )
+        step = committed(draft, target, case.sampler, case.rule, case.shape.depth, case.greedy)
+        distance = total_variation(step, target.probs(case.sampler))
+        result = "lossy" if not case.rule.lossless else "exact" if distance < EXACT_BELOW else "FAILED"
+    counts: dict[str, Any] = {"vocabulary": target.vocabulary, "outcomes": step.outcomes}
+    return Row(**labels(case), result=result, **counts, total_variation=distance)
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``; return their rows.
-
-    Args:
-        only: text that one of these columns contains, such as ``block`` or ``chain 2 + chain 2``.
-        progress: called with the number of finished rows and the number of all rows.
-    """
+    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``."""
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:
@@ -121,7 +96,6 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
 
 
 def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
-    """Return the columns "rule", "draft_sampling", "sampler" and "shape" of a case's row."""
     if not isinstance(case, Case):
         sampler = "any" if isinstance(case, Refusal) else settings_label(RAW, "temperature")
         return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": sampler, "shape": case.shape}

@@ -23,10 +23,8 @@ from drafthead.models.decoding.acceptance import greedy as accept_greedily
 from drafthead.models.decoding.sampling import Contexts, Sampler
 from drafthead.models.decoding.step import target_probs
 
-ROWS = 1 << 15
-"""Scripts per batch."""
-MOST_CHOICES = 32
-"""Largest number of choices in a script: all samples and acceptance tests of one step."""
+ROWS = 1 << 15  # scripts per batch
+MOST_CHOICES = 32  # in a script: all samples and acceptance tests of one step
 
 
 class EnumeratedRng:
@@ -36,14 +34,10 @@ class EnumeratedRng:
         """Take the scripts: option indices [B, MOST_CHOICES] int8, of which a row's first ``lengths`` [B] are given."""
         self._choices, self._given = choices.clone(), lengths
         self._used = torch.zeros_like(lengths)
-        self.weights = torch.ones(len(lengths), dtype=torch.float64)
-        """[B] float64 probability of each row's choices so far."""
-        self.others: list[tuple[Tensor, Tensor]] = []
-        """Choices and lengths of the scripts that remain to be run."""
-        self.drafting = True
-        """False while verifying: a draw without ``offset`` is then the bonus token."""
-        self.bonus: Tensor | None = None
-        """[B, V] distribution of the bonus token; None until (and unless) it is drawn."""
+        self.weights = torch.ones(len(lengths), dtype=torch.float64)  # [B] probability of each row's choices so far
+        self.others: list[tuple[Tensor, Tensor]] = []  # choices and lengths of the scripts that remain to be run
+        self.drafting = True  # False while verifying: a draw without `offset` is then the bonus token
+        self.bonus: Tensor | None = None  # [B, V] distribution of the bonus token, once it is drawn
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Return a decision per row [B]: true with probability ``min(1, p / q)``, always false in inactive rows."""
@@ -96,19 +90,15 @@ class CommittedProbs:
 
     vocabulary: int
     depth: int
-    outcomes: int = 0
-    """Number of visited sequences of choices."""
+    outcomes: int = 0  # visited sequences of choices
+    # [V**n] for n = 1, 2, ...: committed sequences of exactly n tokens.
     by_length: list[Tensor] = field(default_factory=list)
-    """For n = 1, 2, ...: [V**n] probability that the step commits exactly n tokens, per sequence of n tokens."""
 
     def __post_init__(self) -> None:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows that commit the first ``accepted`` of ``paths`` [B, depth] and a draw from ``bonus`` [B, V].
-
-        ``accepted`` is [B] int64. ``weights`` [B] are the probabilities of the choices that led to each row.
-        """
+        """Add rows of ``weights`` [B]: the first ``accepted`` of ``paths`` [B, depth], then ``bonus`` [B, V]."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
@@ -119,10 +109,7 @@ class CommittedProbs:
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """Return the masses of all sequences of depth + 1 tokens; shorter ones are extended by draws from ``probs``.
-
-        ``probs`` [prefixes, V] are the target's next-token probabilities after every prefix.
-        """
+        """Extend shorter sequences to depth + 1 tokens by draws from the target's ``probs`` [prefixes, V]."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses
@@ -139,11 +126,7 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Enumerate one step of decoding; return the probabilities of the token sequences that it commits.
-
-    ``depth`` is the largest number of drafts on a path. With ``greedy``, drafts are accepted if they equal the target's
-    argmax, as in decoding at temperature 0.
-    """
+    """Enumerate one step of decoding, with up to ``depth`` drafts on a path; return what it commits."""
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
     while waiting:
@@ -175,8 +158,7 @@ def committed(
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
     """Return the total variation between the committed tokens' distribution and the target's.
 
-    ``probs`` [prefixes, V] are the target's, which also complete shorter sequences. Only the first ``length`` tokens
-    are compared; None: depth + 1, the most that a step commits.
+    ``probs`` [prefixes, V] are the target's. Only the first ``length`` tokens are compared; None: depth + 1.
     """
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):

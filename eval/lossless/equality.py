@@ -35,10 +35,7 @@ def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Return the distance between the target's logits of two answers' tokens at answer position ``position``.
-
-    ``ids`` are the prompt's. The answers must be equal before the position. The distance is inf if one has ended there.
-    """
+    """Return the distance between the target's logits of two answers' tokens; inf if one has ended."""
     if position >= min(len(expected), len(other)):
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
@@ -49,15 +46,14 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """Return how far the random number at answer position ``position`` is from choosing each of two answers' tokens.
+    """Return how far the random number at ``position`` is from choosing each of two answers' tokens.
 
     A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger of
-    the number's distances from the intervals of both tokens. ``ids`` are the prompt's.
+    the number's distances from the intervals of both tokens.
     """
     before = ids + expected[:position]
-    probs = (
-        sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].cpu().double()
-    )
+    context = torch.tensor([before], device=base.device)
+    probs = sampler.probs(fresh_logits(base, before)[None], context)[0].cpu().double()
     ends = (probs / probs.sum()).cumsum(0)
     point = sampling_point(seed, position)
     return max(
@@ -70,12 +66,10 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """Compute the target's greedy choice at position ``position`` (from 0) of an answer again, in two ways.
+    """Compute the target's greedy choice at ``position`` (from 0) of an answer again, in two ways.
 
-    Returns:
-        ``fresh_token``: from one forward pass over the whole prefix, into an empty cache. ``cached_token``: from a
-        repetition of the decoding step, on a cache freshly filled with the prefix; None if no step committed that
-        position, or if the repeated step does not reach it.
+    The first is one forward pass over the whole prefix, into an empty cache. The second repeats the decoding step on a
+    cache freshly filled with the prefix; None if no step reaches the position.
     """
     fresh = int(fresh_logits(base, ids + result.tokens[:position]).argmax())
     step = next((s for s in result.steps if s.position <= position < s.position + s.committed), None)
@@ -105,16 +99,11 @@ class Equality:
     """Result of comparing an answer with that of autoregressive decoding, token for token."""
 
     same: bool
-    position: int | None = None
-    """First answer position, from 0, that differs; None if the answers are equal."""
-    tokens: tuple[int, int] | None = None
-    """The expected token and the answer's token at that position; None if equal or if one answer ended there."""
-    margin: float | None = None
-    """Distance of the target's logits of the two tokens (sampled answers: ``draw_margin``); None if an answer ended."""
-    near_tie: bool = False
-    """True if the margin is below the dtype's (or an engine's) tolerance: rounding explains the difference."""
+    position: int | None = None  # first answer position, from 0, that differs
+    tokens: tuple[int, int] | None = None  # the expected token and the answer's token there; None if one answer ended
+    margin: float | None = None  # between the target's logits of the two tokens (sampled answers: `draw_margin`)
+    near_tie: bool = False  # the margin is below the dtype's (or an engine's) tolerance
     diagnosis: Diagnosis | None = None
-    """Cause of the difference; None if the answers are equal."""
 
 
 def compare_outputs(
@@ -166,10 +155,7 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return the number of equal answers ("same"), of all ("of"), of the others by diagnosis ("found"), and "dtype".
-
-    In bfloat16 ties are common, so judge by the rate. In float32 everything except ties is a fault.
-    """
+    """Count equal answers ("same"), all ("of"), and others by diagnosis; in bfloat16 ties are common."""
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "same": sum(equality.same for equality in equalities),

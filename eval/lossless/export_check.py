@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import FinishedAnswer
-from drafthead.eval.trees.answers import (
+from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
     forced_logits,
     positions,
@@ -34,41 +34,32 @@ from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest accepted difference between logits, as a share of the largest logit. Rounding to bfloat16 changes a weight by
-up to 2^-9 of its value, and these errors add up in matrix products and over layers.
-"""
+up to 2^-9 of its value, and these errors add up in matrix products and over layers."""
 LENGTH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest accepted difference of the mean accepted length: rounding may swap two almost equally likely candidates."""
-POSITIONS = 16
-"""Positions of the first answer at which logits are compared."""
+POSITIONS = 16  # of the first answer at which logits are compared
 
 
 @dataclass(frozen=True)
 class DraftQuality:
     """Measurements of one head along the answers."""
 
-    logits: Tensor
-    """[positions, K, draft vocabulary] float32 logits at the first (up to ``POSITIONS``) positions of an answer."""
-    mean_accepted_length: float
-    """Mean accepted length of greedy decoding with the original head's tree, or with a chain if it has none."""
-    accuracy: float
-    """Share of positions at which the first draft is right; training logs it as ``held_out_accept_1``."""
-    error: float = 0.0
-    """Standard error of ``accuracy``, from the number of positions."""
+    logits: Tensor  # [positions, K, draft vocabulary] float32, of one answer
+    mean_accepted_length: float  # greedy, with the original head's tree, or a chain if it has none
+    accuracy: float  # of the first draft; training logs it as `held_out_accept_1`
+    error: float = 0.0  # standard error of `accuracy`, from the number of positions
 
 
 @dataclass(frozen=True)
 class ExportCheck:
     """Comparison of the original head with the exported one."""
 
-    dtype: torch.dtype
-    """Dtype of the exported weights."""
+    dtype: torch.dtype  # of the exported weights
     before: DraftQuality
     after: DraftQuality
     same_vocabulary: bool
-    estimate: float | None
-    """Accuracy of the first draft position on held-out answers at the end of training; None if not logged."""
-    estimate_tolerance: float
-    """Share of ``estimate`` by which the exported head's accuracy may be lower."""
+    estimate: float | None  # of `accuracy`, on held-out answers at the end of training
+    estimate_tolerance: float  # share of `estimate` by which the exported head's accuracy may be lower
 
     @property
     def logit_error(self) -> float:
@@ -80,7 +71,7 @@ class ExportCheck:
         return error if math.isfinite(error) else math.inf
 
     def failures(self) -> list[str]:
-        """Return the reasons why the checkpoint must not be used; empty if it may be."""
+        """Return the reasons why the checkpoint must not be used."""
         failures = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
             failures.append(f"its logits differ by {self.logit_error:.2g} of the largest logit; the limit is {limit:g}")
@@ -101,7 +92,6 @@ class ExportCheck:
         return failures
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers to store in the checkpoint's folder."""
         before, after = self.before, self.after
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -120,11 +110,7 @@ def check_export(
     estimate: float | None = None,
     estimate_tolerance: float = 0.5,
 ) -> ExportCheck:
-    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads.
-
-    ``dtype`` is that of the exported weights. ``estimate`` is the first draft position's accuracy in training (None:
-    unknown), and ``estimate_tolerance`` the share of it by which the exported head's may be lower.
-    """
+    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads."""
     tree = original.tree or TokenTree.chain(original.depth)
     before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
@@ -132,7 +118,7 @@ def check_export(
 
 
 def training_estimate(head: str | Path) -> float | None:
-    """Return the first draft position's last held-out accuracy in the log next to the head's folder; None if absent."""
+    """Return the first draft position's last held-out accuracy in the log next to the head's folder."""
     rows = read_json_lines(Path(head).parent / "metrics.jsonl") if Path(head).is_dir() else []
     accuracies = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
     return float(accuracies[-1]) if accuracies else None

@@ -18,8 +18,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
 from drafthead.models.drafters.experimental.horizontal_cascade import concatenate, drafted_tokens
 
-ROOT_TOKEN = 0
-"""The last committed token. It precedes every prefix."""
+ROOT_TOKEN = 0  # the last committed token, which precedes every prefix
 Draft = Callable[[Tensor, RandomSource], Proposal]
 """Function from the roots ([B] int64) and random numbers to the drafted trees."""
 
@@ -28,11 +27,7 @@ class TabularLM:
     """Next-token logits as a table over prefixes, which are numbered: 0 is empty, then ``V * prefix + 1 + token``."""
 
     def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
-        """Take float64 logits [prefixes, tokens that have logits].
-
-        ``vocabulary`` is the target's number of tokens, by which prefixes are numbered; None: the logits' columns. A
-        drafter with fewer tokens needs it.
-        """
+        """Take float64 logits [prefixes, tokens]; a drafter may have fewer tokens than ``vocabulary``."""
         self.logits = logits
         self.vocabulary = vocabulary or logits.shape[1]
 
@@ -44,19 +39,13 @@ class TabularLM:
         return cls(1.5 * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """Return a drafter that approximates this target: the same logits plus normal noise.
-
-        ``spread`` is the noise's standard deviation, and ``seed`` determines the noise.
-        """
+        """Return a drafter that approximates this target: its logits plus normal noise of deviation ``spread``."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
         return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        """Return the numbers of the prefixes that are longer by one token each; all tensors have the same shape.
-
-        ``prefixes`` are prefix numbers. A result too long for the table becomes 0, the number of the empty prefix.
-        """
+        """Return the numbers of the ``prefixes`` extended by ``tokens``; 0 if too long for the table."""
         longer = prefixes * self.vocabulary + 1 + tokens
         return torch.where(longer < len(self.logits), longer, 0)
 
@@ -122,13 +111,11 @@ class TableDraft:
 
     table: TabularLM
     draft_config: DraftConfig
-    shared: bool = False
-    """All nodes of a level share their candidates or samples."""
-    draft_vocabulary: int | None = None
-    """Number of ids that the drafter can draft: the last so many of the target's; None: all."""
+    shared: bool = False  # all nodes of a level share their candidates or samples
+    draft_vocabulary: int | None = None  # number of ids that can be drafted: the last ones of the target's
 
     def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
-        """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty prefix)."""
+        """Draft after ``last_token`` [B], which ends ``prefixes`` [B]."""
         prefixes = torch.zeros_like(last_token) if prefixes is None else prefixes
         vocabulary = self.table.vocabulary
         ids = torch.arange(vocabulary)
@@ -140,7 +127,7 @@ class TableDraft:
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Return the drafts of several drafters after ``last_token`` ([B]), combined in one tree."""
+    """Combine the drafts of several drafters after ``last_token`` [B] in one tree."""
     return combine([draft(last_token, rng) for draft in parts])[0]
 
 

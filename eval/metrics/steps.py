@@ -218,10 +218,7 @@ def spec_bench(rows: Rows, baseline: Rows) -> dict[str, float]:
 
 METRICS: dict[str, Callable[[Rows, Rows], float | list[float] | None]] = {
     "mean_accepted_length": lambda rows, _: mean_accepted_length(rows),
-    "compression_ratio": lambda rows, _: mean_accepted_length(rows),  # Kangaroo's paper
-    "acceleration_rate": lambda rows, _: mean_accepted_length(rows),  # Medusa
     "mean_accepted_length_untruncated": lambda rows, _: mean_accepted_length_untruncated(rows),
-    "tar": lambda rows, _: mean_accepted_length_untruncated(rows),  # DSD, as its spec_decoding_demo.py counts
     # vLLM: steps without a draft do not count, which favours prompt lookup.
     "mean_accepted_length_if_drafted": lambda rows, _: mean_accepted_length_untruncated(drafting(rows)),
     # Without the bonus token: TriForce's avg_tokens, economize's mean_accepted.
@@ -264,6 +261,12 @@ METRICS: dict[str, Callable[[Rows, Rows], float | list[float] | None]] = {
 }
 """Metrics by their name in ``eval.json``, each in the convention of the papers or engines that report it: a function of
 a method's rows and the baseline's rows."""
+SYNONYMS = {
+    "compression_ratio": "mean_accepted_length",  # Kangaroo's paper
+    "acceleration_rate": "mean_accepted_length",  # Medusa
+    "tar": "mean_accepted_length_untruncated",  # DSD, as its spec_decoding_demo.py counts
+}
+METRICS |= {name: METRICS[metric] for name, metric in SYNONYMS.items()}
 
 
 Bin = dict[str, Any]

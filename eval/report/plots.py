@@ -27,8 +27,6 @@ INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
 ACCENT, SOFT, WARM = "#0b6e99", "#9fc9dc", "#c8501e"
 styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))
 """Decorator that applies ``report.mplstyle`` while a function draws."""
-MAX_BINS = 8
-"""Largest number of bars. More are unreadable on a phone, so neighbouring bins of positions are merged."""
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {
     "loss_": ("training_loss", "loss (nats per token)", "lower is better; dots: text not trained on"),
@@ -63,14 +61,6 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
     if overall["acceptance_per_depth"]:
         of_all = evaluation["metrics"][evaluation["headline"]]["acceptance_per_depth_of_all"]
         yield "acceptance", acceptance(overall["acceptance_per_depth"], of_all)
-    if overall["mean_accepted_length"] is not None:
-        yield "ctar", ctar(overall["ctar"])
-    if positions := evaluation["by_position"]:
-        yield "by_position", bins(_merge_bins(positions), "answer tokens before the step", "{:.0f}")
-    if len(contexts := evaluation["by_context"]) > 1:
-        yield "by_context", bins(contexts, "tokens before the step, with the prompt", "{:.0f}")
-    if entropies := evaluation["by_entropy"]:
-        yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
     for prefix, (name, _, _) in TRAINING.items():
         if (figure := training(training_log, prefix)) is not None:
             yield name, figure
@@ -230,44 +220,6 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
 
 
 @styled
-def ctar(by_width: dict[str, float | None]) -> Figure:
-    """Draw CTAR(w), the share of steps that commit more than w tokens. ``by_width`` maps w, as text, to its share."""
-    figure, axes = new_axes()
-    widths = [int(width) for width in by_width]
-    values = [value or 0.0 for value in by_width.values()]
-    axes.plot(widths, values, "o-", color=ACCENT)
-    axes.fill_between(widths, values, color=SOFT, alpha=0.35, linewidth=0)
-    for point in zip(widths, values, strict=True):
-        _label(axes, f"{point[1]:.0%}", point, (3, 6), ha="center")
-    axes.set(xlabel="w, tokens", ylabel="steps with more than w", xticks=widths)
-    _percent_axis(axes)
-    return figure
-
-
-@styled
-def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
-    """Draw the mean accepted length per bin of steps; below each bar its bounds and its share of all steps.
-
-    A row is a bin with "low", "high", "steps" and "mean_accepted_length". ``label`` names what is binned, and
-    ``pattern`` formats the bounds ("{:.0f}").
-    """
-    figure, axes = new_axes()
-    values = [row["mean_accepted_length"] for row in rows]
-    axes.bar(range(len(rows)), values, width=0.7, color=SOFT)
-    for x, value in enumerate(values):  # at the foot, where the dashed line of the mean does not cross the number
-        _label(axes, f"{value:.2f}", (x, 0), (0, 5), ha="center")
-    total, mean = sum(row["steps"] for row in rows), _mean_length(rows)
-    axes.axhline(mean, color=ACCENT, linestyle="--", linewidth=1.4, label=f"all steps: {mean:.2f}")
-    names = [f"{pattern.format(r['low'])}–{pattern.format(r['high'])}\n{r['steps'] / total:.0%}" for r in rows]
-    axes.set_xticks(range(len(rows)), names, fontsize=10 if len(rows) <= 5 else 8)
-    axes.set(ylabel="mean accepted length", ylim=(0, max(values) * 1.28))
-    axes.set_xlabel(f"{label}\n(below each range: its share of the steps)")
-    axes.legend(loc="upper right")
-    axes.grid(visible=False, axis="x")
-    return figure
-
-
-@styled
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     """Draw a metric for each draft position over the optimiser steps of all phases; None if no row has the metric.
 
@@ -373,27 +325,6 @@ def _shades(count: int) -> list[Any]:
 def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[BarRow]:
     """Return bars with intervals for those ``rows`` (name, speedup, all results of this task or method) with one."""
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
-
-
-def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge neighbouring bins of ``by_position`` so that at most ``MAX_BINS`` remain."""
-    width = -(-len(rows) // MAX_BINS)
-    groups = [rows[at : at + width] for at in range(0, len(rows), width)]
-    return [
-        {
-            "low": group[0]["low"],
-            "high": group[-1]["high"],
-            "steps": sum(row["steps"] for row in group),
-            "mean_accepted_length": _mean_length(group),
-        }
-        for group in groups
-    ]
-
-
-def _mean_length(rows: Sequence[dict[str, Any]]) -> float:
-    """Return the mean accepted length of all steps in these bins."""
-    lengths, steps = zip(*((row["mean_accepted_length"], row["steps"]) for row in rows), strict=True)
-    return float(np.average(lengths, weights=steps))
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -13,9 +13,9 @@ from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.system.machine import OtherProcesses, cores_used
 
 Decoder = Callable[[list[int]], DecodeResult]
-"""Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
+"""Decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Function of a prompt and its earlier answers that returns the prompt ids of the next turn or raises ``UserError``."""
+"""Returns the prompt ids of the next turn, from a prompt and its earlier answers."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,14 @@ class TimedResults:
     """Every turn of every prompt, answered with every method. Lists have one item per turn, in the suite's order."""
 
     prompts: list[EvalPrompt]
-    turns: list[int]
-    """Turn of the conversation, from 0."""
-    ids: list[list[int]]
-    """Prompt ids of each turn; empty if they could not be built."""
+    turns: list[int]  # of the conversation, from 0
+    ids: list[list[int]]  # prompt ids of each turn; empty if they could not be built
     results: dict[str, list[DecodeResult]]
-    """Results per decoder. If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all
-    totals are over the same turns."""
-    order: list[int]
-    """Numbers of the prompts in the order of the run."""
-    resumed: int = 0
-    """Turns that an earlier run had answered."""
-    other_processes_cores: float | None = None
-    """Cores that other processes used while these answers were decoded; None: unknown."""
+    """If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all totals are over the same
+    turns."""
+    order: list[int]  # numbers of the prompts in the order of the run
+    resumed: int = 0  # turns that an earlier run had answered
+    other_processes_cores: float | None = None  # average while these answers were decoded
 
 
 def run_interleaved(
@@ -53,17 +48,9 @@ def run_interleaved(
     turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
     read the same context.
 
-    Args:
-        prompts: the prompts of the suite.
-        build: function that returns a turn's prompt ids.
-        decoders: decoders by name; one must be "autoregressive".
-        log: JSONL file to which every finished (turn, decoder) is appended at once; None: memory only. A turn is
-            skipped if the log has results of all decoders. Otherwise all decode it again, so that compared times come
-            from one process. The log does not record settings, so use one file per head, tree and settings.
-        seed: seed of the random orders.
-        on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
-        made_of: text per decoder that identifies its version, such as a hash of weights. Logged results with other text
-            are not used.
+    Every finished (turn, decoder) is appended to the JSONL file ``log``. A turn is skipped if the log has results of
+    all decoders; otherwise all decode it again, so that compared times come from one process. The log does not record
+    settings, so use one file per head, tree and settings; ``made_of`` is as in ``ResultLog``.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
@@ -108,20 +95,14 @@ def run_interleaved(
 
 
 class _Run:
-    """State of an interleaved run: decoders, log and progress."""
-
     def __init__(self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None]) -> None:
         self.decoders, self.log, self._progress = decoders, log, progress
-        self.cold = set(decoders)
-        """Decoders that have not been warmed up."""
+        self.cold = set(decoders)  # decoders that have not been warmed up
         self.done = self.resumed = 0
         self.other_cpu_s: list[float | None] = []
 
     def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
-        """Return each decoder's answer to the prompt ids of a turn; decode unless the log has all answers.
-
-        Decoders run in the order of ``names``. If one fails, the turn counts as failed for all.
-        """
+        """Return each decoder's answer, decoded in the order of ``names`` or logged; one failure fails all."""
         key = prompt_key(prompt, ids, turn)
         if all((key, name) in self.log for name in names):
             self.resumed += 1
@@ -142,7 +123,6 @@ class _Run:
         return row
 
     def count(self, decodings: int) -> None:
-        """Report progress after ``decodings`` more (turn, decoder) pairs."""
         self.done += decodings
         self._progress(self.done)
 
@@ -168,5 +148,4 @@ def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
 
 
 def failed(error: object) -> DecodeResult:
-    """Return the result of a prompt that could not be answered because of ``error``."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

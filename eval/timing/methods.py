@@ -19,8 +19,7 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.expression import parse_drafter
 
-TRANSFORMERS = "hf_"
-"""Prefix of the names of transformers' own speculative methods."""
+TRANSFORMERS = "hf_"  # prefix of transformers' own speculative methods
 
 
 def check_methods(specs: list[str]) -> None:
@@ -31,10 +30,7 @@ def check_methods(specs: list[str]) -> None:
 
 
 def _transformers_method(spec: str) -> tuple[str, str] | None:
-    """Split the name of transformers' own method into kind and detail; return None for other names.
-
-    The detail is the number of tokens of ``hf_prompt_lookup`` ("": the default), or the model of ``hf_assisted``.
-    """
+    """Split the name of transformers' own method into kind and detail (a number of tokens, or a model)."""
     kind, _, detail = spec.partition(":")
     if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
         return kind, detail
@@ -45,8 +41,7 @@ class Method(NamedTuple):
     """A decoder to time."""
 
     answer: Decoder
-    made_of: str = ""
-    """Hash of everything that can change although the method's name does not, such as weights; "" if nothing can."""
+    made_of: str = ""  # hash of everything that can change although the name does not, such as weights
 
 
 def methods(
@@ -60,8 +55,7 @@ def methods(
     """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
     ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule; baselines always have the rule ``exact``. The baseline over transformers' unchanged modules is included only
-    if ``config.stock_baseline`` is true.
+    rule; baselines always have the rule ``exact``.
     """
     exact = replace(config, rule=EXACT)
     compared = {
@@ -75,11 +69,7 @@ def methods(
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
-    """Return the methods to compare serving engines, by name.
-
-    They are each engine with the head and without it, and our decoder drafting a chain with the served head, unless the
-    evaluated method does that already.
-    """
+    """Return each engine with the head and without it, and our decoder drafting a chain with the served head."""
     engines = {name: Method(*method) for name, method in served.methods.items()}
     if served.head is not None and served.chain != METHOD:
         engines[served.chain] = _decoded(base, served.head, served.chain_config, replace(config, rule=EXACT))
@@ -96,7 +86,6 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
     """Return our decoding loop as a method; it is autoregressive if ``drafter`` is None."""
 
     def answer(ids: list[int]) -> DecodeResult:
-        """Decode one prompt."""
         return decode(
             base,
             drafter,
@@ -113,7 +102,6 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
-    """Return transformers' ``generate`` as a method, with more arguments of ``transformers_generate``."""
     new, sampler = config.max_new_tokens, config.sampler
     return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 

@@ -18,8 +18,7 @@ from drafthead.models.decoding.step import DecodeResult, StepRecord
 class FailedDecode(DecodeResult):
     """Result of a prompt that could not be answered: no tokens, no steps, no time."""
 
-    error: str
-    """Reason why the prompt failed, with this decoder or another."""
+    error: str  # with this decoder or another
 
 
 def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
@@ -39,14 +38,12 @@ class ResultLog:
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
-        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
-        ``made_of`` maps each decoder's name to a text that identifies its version, such as a hash of weights. Results
-        with another text are not read.
+        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again. ``made_of``
+        maps a decoder's name to a text that identifies its version; results with another text are not read.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
-        self.other_cpu_s: dict[tuple[str, str], float | None] = {}
-        """CPU seconds of other processes during each decoding; None if unknown."""
+        self.other_cpu_s: dict[tuple[str, str], float | None] = {}  # of other processes during each decoding
         if path is not None and path.exists():
             self._read(path)
 
@@ -75,9 +72,7 @@ class ResultLog:
                     self._results[row["key"], row["decoder"]] = DecodeResult(**row["result"] | {"steps": steps})
                     self.other_cpu_s[row["key"], row["decoder"]] = row.get("other_cpu_s")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                raise UserError(
-                    f"{path} line {number} is not a decoding ({error!r}); remove the file to start again"
-                ) from None
+                raise UserError(f"{path} line {number} is not a decoding ({error!r}); remove the file") from None
 
     def add(
         self,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -24,7 +28,7 @@ from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.errors import UserError
 from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
-from drafthead.models.base.checkpoint_tensors import CheckpointTensors, weight_files
+from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_shards, weight_files
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like, without_layers
 from drafthead.models.base.text_model import (
@@ -327,6 +331,45 @@ def load_weights(
     return adapter.merge(llama_like(model), config.adapter, names), tokenizer
 
 
+def load_shards(
+    config: BaseConfig,
+    device: torch.device,
+    shard: Callable[[Any], torch.device],
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole.
+
+    All processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
+    weights in place, and returns the device of their shards.
+    """
+    folder = config.folder(progress)
+    dtype = getattr(torch, automatic_dtype(device) if config.dtype == "auto" else config.dtype)
+    try:
+        settings = config.stored_config(folder)
+        check_architecture(settings, config.max_context)
+        tokenizer = config.load_tokenizer(folder)
+        with own_attention_code(settings.model_type):
+            meta_model(config, settings)
+            model = build_empty(config, settings, dtype=dtype, attn_implementation=attention.register())
+        model.eval().requires_grad_(False)
+        tensors = checkpoint_tensors(config, model)
+        of_layers = shard(llama_like(model).model)
+
+        def allocated(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor.to(device)
+            return torch.empty_like(tensor, device=of_layers if isinstance(tensor, DTensor) else device)
+
+        model._apply(allocated)
+        model.tie_weights()
+        read_shards(model, tensors)
+        with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
+            model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    except LOAD_ERRORS as error:
+        raise UserError(could_not_load(config.name, error)) from None
+    return model, tokenizer
+
+
 def save_merged(config: BaseConfig, folder: Path) -> None:
     """Save the base, with its adapter (if any) merged, and its tokenizer in ``folder``, for serving engines.
 
@@ -352,16 +395,36 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
-def checkpoint_tensors(config: BaseConfig) -> tuple[Any, CheckpointTensors]:
-    """Return the stock model of the checkpoint that ``config`` names, on the meta device, and its tensors' reader."""
+def meta_model(config: BaseConfig, settings: PreTrainedConfig) -> Any:
+    """Return the stock model of ``settings`` on the meta device, if the checkpoint can be of its size."""
+    with torch.device("meta"), size_limit(config.name, weight_files(config.folder(), config.revision)):
+        return build(settings)
+
+
+def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
+    """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
     try:
         folder = config.folder()
-        files, settings = weight_files(folder, config.revision), config.stored_config(folder)
-        with torch.device("meta"), size_limit(config.name, files):
-            model = build(settings)
-        return model, CheckpointTensors(files, model, inner_names(settings))
+        files = weight_files(folder, config.revision)
+        return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+
+
+def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) -> Any:
+    """Build a language model without weights: parameters on the meta device, and computed buffers, as of rotary
+    embeddings. It has the generation settings of the checkpoint that ``config`` names.
+    """
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(to_meta):
+        model = build(settings, **options)
+    model.tie_weights()
+    with suppress(OSError):  # the checkpoint has none
+        model.generation_config = GenerationConfig.from_pretrained(config.folder(), **config.hub_options())
+    return model
 
 
 def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:

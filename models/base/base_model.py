@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import BaseConfig, context_limit, load_weights
+from drafthead.models.base.base_config import BaseConfig, context_limit, load_shards, load_weights
 from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.parity import StockResults, check_against_stock, measured_sizes
 from drafthead.models.base.parts import BaseParts
@@ -108,13 +108,18 @@ class BaseModel(BaseParts):
         config: BaseConfig,
         device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
+        shard: Callable[[Any], torch.device] | None = None,
     ) -> "BaseModel":
         """Load or build the base that ``config`` names on ``device``, by default this process's device.
 
         Reject a base whose logits differ from stock transformers. ``progress`` is called with a line of text before
-        slow first-time work.
+        slow first-time work. With ``shard``, the layers are sharded before they are read (see :func:`load_shards`);
+        all processes must then call this, and run the base, at the same time.
         """
-        model, tokenizer = load_weights(config, device_of(device), progress)
+        if shard is None:
+            model, tokenizer = load_weights(config, device_of(device), progress)
+        else:
+            model, tokenizer = load_shards(config, device_of(device), shard, progress)
         base = cls(model, tokenizer, config)
         fuse_for_cpu(base)
         check_against_stock(base)  # it covers the fused modules, and a base that fails is not timed

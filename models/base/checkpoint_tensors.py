@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -23,6 +25,8 @@ from drafthead.errors import UserError, one_line
 from drafthead.files.hub import refuse_pickles
 from drafthead.files.local import check_header
 
+UNCLOSED_BYTES = 2**26
+"""Number of bytes to read before files are closed and opened again, which frees the memory of their pages."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -61,11 +65,11 @@ class CheckpointTensors:
         ``from_pretrained`` would get for this checkpoint (see ``inner_names`` in ``text_model.py``).
         """
         self._model, self._state = model, model.state_dict(keep_vars=True)
-        self._files: dict[str, Any] = {}
-        """Name in the checkpoint -> open file."""
+        self._files: dict[str, Path] = {}
+        """Name in the checkpoint -> file."""
+        self._open: dict[Path, Any] = {}
         for path in files:
-            file: Any = safe_open(path, "pt")
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= dict.fromkeys(safe_open(path, "pt").keys(), path)
         rules = get_model_conversion_mapping(model, key_mapping)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -127,8 +131,36 @@ class CheckpointTensors:
         return tensor
 
     def _slice(self, stored: str) -> Any:
-        return self._files[stored].get_slice(stored)
+        path = self._files[stored]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path].get_slice(stored)
+
+    def close(self) -> None:
+        """Close the files until the next read. Pages that were read count as this process's memory until then."""
+        self._open.clear()
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         if shape != (expected := list(self._state[name].shape)):
             raise UserError(f"the checkpoint has {name}: {shape} instead of {expected}; copy or download it again")
+
+
+@torch.no_grad()
+def read_shards(model: Any, tensors: CheckpointTensors) -> None:
+    """Fill the tensors of ``model``, of which some may be sharded; of these read only the rows of this process."""
+    unclosed = 0
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        own, rows = tensor, slice(None)
+        if isinstance(tensor, DTensor):
+            # ``fully_shard`` splits rows as torch.chunk does, over the last dimension of its mesh.
+            mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+            first = mesh.get_local_rank(dim) * -(-len(tensor) // mesh.size(dim))
+            own = tensor.to_local()
+            rows = slice(first, first + len(own))
+        if own.numel():
+            own.copy_(tensors.read(name, rows))
+        unclosed += own.nbytes
+        if unclosed > UNCLOSED_BYTES:
+            tensors.close()
+            unclosed = 0
+    tensors.close()

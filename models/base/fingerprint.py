@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 ADAPTER_DIGEST = "drafthead_adapter"
 """Key of a model's config for the digest of the merged adapter."""
@@ -67,6 +68,8 @@ def _linear_layers(module: nn.Module) -> Iterator[Any]:
 
 def _bytes(weight: Tensor) -> bytes:
     """Return a weight rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint."""
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
     return weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes()
 
 

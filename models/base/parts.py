@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import (
     BaseConfig,
+    build_empty,
     check_architecture,
     checkpoint_tensors,
     context_limit,
     load_weights,
+    meta_model,
 )
 from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import logit_scale, stock_pass
 from drafthead.models.base.structure import attention_sizes, llama_like, without_layers
-from drafthead.models.base.text_model import text_class, text_config
+from drafthead.models.base.text_model import text_config
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.models.kernels.private_apis import other_base
@@ -112,28 +113,17 @@ class BaseParts:
             raise UserError("parts cannot be made of an engine's tensors for a random, GGUF or adapted base; load it")
         folder = config.folder()
         settings = text_config(config.transformers_config())
-        with torch.device("meta"):
-            bare = text_class(settings)._from_config(without_layers(settings))
-        given = [(bare.get_input_embeddings(), embedding), (bare.get_output_embeddings(), lm_head)]
-        given.append((llama_like(bare).model.norm, norm))
-        weights = {id(module.weight): tensor for module, tensor in given if tensor is not None}
-        state = {
-            name: weights[id(weight)][: len(weight)]
-            for name, weight in bare.named_parameters(remove_duplicate=False)
-            if id(weight) in weights
-        }
-        model = type(bare).from_pretrained(
-            None,
-            config=without_layers(settings),
-            state_dict=state,
-            dtype=embedding.dtype,
-            device_map={"": embedding.device},
-        )
+        model = llama_like(build_empty(config, without_layers(settings), dtype=embedding.dtype))
+        vocabulary = len(model.get_input_embeddings().weight)
+        given = {model.get_input_embeddings(): embedding, model.get_output_embeddings(): lm_head}
+        for module, weight in given.items():
+            module.weight = nn.Parameter((embedding if weight is None else weight)[:vocabulary], requires_grad=False)
+        if norm is not None:
+            model.model.norm.weight = nn.Parameter(norm, requires_grad=False)
+        # No part of a base has the other weights, such as position embeddings.
+        device = embedding.device
+        model._apply(lambda each: torch.zeros_like(each, device=device) if each.is_meta else each.to(device))
         model.config = settings
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder, revision=config.revision)
-        except OSError:
-            pass  # the checkpoint has none
         return _measured(model, config.load_tokenizer(folder), config)
 
     def scaled_head(self, logits: Tensor, final: Tensor) -> LMHead:
@@ -195,8 +185,9 @@ def _measured(model: Any, tokenizer: Any, config: BaseConfig) -> BaseParts:
     parts = BaseParts(model, tokenizer, config)
     whole = model
     if config.has_whole_tensors:
-        whole, tensors = checkpoint_tensors(config)
-        names = {id(module): name for name, module in llama_like(whole).named_modules()}
+        whole = llama_like(meta_model(config, model.config))
+        tensors = checkpoint_tensors(config, whole)
+        names = {id(module): name for name, module in whole.named_modules()}
 
         def first_rows(layer: nn.Module, count: int) -> Tensor:
             return tensors.read(f"{names[id(layer)]}.weight", slice(count)).to(parts.dtype)

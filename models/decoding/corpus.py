@@ -18,6 +18,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
+from drafthead.system.display import Display
 
 BATCHES_PER_BLOCK = 2
 """Batches per block of prompts that are answered together. Larger blocks keep the batch full for longer; smaller blocks
@@ -212,14 +213,13 @@ def self_prompted_prompts(
     wanted: int,
     seed: int,
     batch_size: int,
-    progress: Callable[[str, int, int], None],
+    display: Display,
     max_tokens: int,
 ) -> list[str]:
     """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
 
     ``answer`` is the method of a backend that generates texts. Each call asks it for at least ``batch_size`` prompts,
-    none longer than ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. ``progress`` is called with a description, the number
-    of prompts so far, and ``wanted``. Raise a ``UserError`` if too few prompts are usable.
+    none longer than ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. Raise a ``UserError`` if too few prompts are usable.
     """
     opening = _user_opening(base)
     turns: dict[str, None] = {}
@@ -238,7 +238,7 @@ def self_prompted_prompts(
             text = base.tokenizer.decode(row.input_ids[row.boundary :], skip_special_tokens=True).strip()
             if row.finished and len(text) >= MIN_CHARS:
                 turns.setdefault(text)
-            progress("writing prompts", min(len(turns), wanted), wanted)
+            display.progress("writing prompts", min(len(turns), wanted), wanted)
             if len(turns) >= wanted:
                 break
     return list(turns)[:wanted]

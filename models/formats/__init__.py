@@ -41,7 +41,6 @@ def all_formats() -> dict[str, Format]:
 
 
 def format_named(name: str) -> Format:
-    """Return the format called ``name``; raise a UserError for an unknown name."""
     if name not in all_formats():
         raise UserError(f"unknown format {name!r}; choose one of {', '.join(all_formats())}")
     return all_formats()[name]
@@ -58,7 +57,7 @@ def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
 
 
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """Return the format of a ``config.json``; raise a UserError, which names the folder ``source``, if none matches."""
+    """Return the format of a ``config.json`` in the folder ``source``."""
     with unsupported_values(source):
         for candidate in all_formats().values():
             if candidate.matches(config):
@@ -71,7 +70,7 @@ def recognise(config: dict[str, Any], source: str) -> Format:
         if re.search(pattern, said, re.IGNORECASE):
             what = f"{source}/config.json ({said}) is {kind}"
             raise UserError(f"{what}, which drafthead cannot import; choose another head")
+    given = f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}"
     raise UserError(
-        f"{source}/config.json matches none of the formats {', '.join(all_formats())} (model_type "
-        f"{config.get('model_type')!r}, architectures {config.get('architectures')!r}); name one with format=NAME"
+        f"{source}/config.json ({given}) matches none of {', '.join(all_formats())}; name one with format=NAME"
     )

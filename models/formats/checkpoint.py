@@ -17,8 +17,7 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.head_folder import check_tensors
 
 CONFIG = "config.json"
-MAX_INTEGER = 1 << 20
-"""Largest number of heads, layers or ids in a published config. Some are counted up to before the file is compared."""
+MAX_INTEGER = 1 << 20  # heads, layers or ids in a config; some are counted up to before the file is compared
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,8 @@ class PublishedCheckpoint:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    source: str = "the checkpoint"
-    """Name of the checkpoint in messages, usually its folder."""
-    notes: tuple[str, ...] = ()
-    """Sentences about repairs that were made while reading."""
+    source: str = "the checkpoint"  # name in messages, usually the folder
+    notes: tuple[str, ...] = ()  # sentences about repairs that were made while reading
 
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
@@ -56,18 +53,15 @@ class PublishedCheckpoint:
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """Return the positive integer under ``key`` of the config, up to ``MAX_INTEGER``, or raise a UserError."""
+        """Return the positive integer under ``key`` of the config, up to ``MAX_INTEGER``."""
         value = self.config.get(key)
         if type(value) is not int or not 1 <= value <= MAX_INTEGER:
-            raise UserError(
-                f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number up to "
-                f"{MAX_INTEGER:,}; "
-                f"correct it with config.{key}=NUMBER"
-            )
+            expected = f"a positive whole number up to {MAX_INTEGER:,}; correct it with config.{key}=NUMBER"
+            raise UserError(f"{self.source}: config.json has {value!r} as {key}, expected {expected}")
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the size under ``key`` of the config; reject it unless the tensor ``name`` has this number of rows.
+        """Return the size under ``key``; reject it unless the tensor ``name`` has this number of rows.
 
         The check prevents a wrong config from allocating a head of another size than its weights.
         """
@@ -90,9 +84,8 @@ class PublishedCheckpoint:
         if "t2d" in self.tensors and not torch.equal(ids.sort().values, marked):
             how = "d2t holds target ids, where offsets are expected (subtract 0, 1, 2, ...)"
             same = torch.equal(self.tensors["d2t"].long().sort().values, marked) if "d2t" in self.tensors else False
-            raise UserError(
-                f"{self.source}: d2t and t2d mark different target ids: {how if same else 'copy the folder again'}"
-            )
+            advice = how if same else "copy the folder again"
+            raise UserError(f"{self.source}: d2t and t2d mark different target ids: {advice}")
         if size < total:
             return ids
         if not torch.equal(ids, torch.arange(total)):
@@ -101,10 +94,7 @@ class PublishedCheckpoint:
         return None
 
     def wrong_base(self, what: str) -> UserError:
-        """Return the error for a checkpoint that does not fit the base.
-
-        ``what`` is the reason, worded to follow the checkpoint's name: "does not cap logits, but the base does".
-        """
+        """Return the error for a checkpoint that does not fit the base; ``what`` follows the checkpoint's name."""
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseParts, name: str, expected: Tensor) -> None:
@@ -122,7 +112,6 @@ class PublishedCheckpoint:
             raise self.wrong_base(f"scales its logits by {scale}, but {base.name} by {expected}")
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
-        """Return a copy with other values of the fields in ``changes``, and with ``notes`` added to its notes."""
         return replace(self, notes=(*self.notes, *notes), **changes)
 
 
@@ -140,10 +129,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
             raise UserError(f"{index} must list only files of its folder; copy the folder again")
     else:
         refuse_pickles(folder, [path.name for path in folder.iterdir()])
-        raise UserError(
-            f"{folder} has no {weights_file} ({contents(folder)}); copy the weights there, or name the format "
-            "with format=NAME"
-        )
+        raise UserError(f"{folder} has no {weights_file} ({contents(folder)}); copy it there, or name the format=NAME")
     tensors: dict[str, Tensor] = {}
     for name in files:
         check_header(path := safe_join(folder, name))
@@ -155,7 +141,6 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of a published folder; raise a UserError if it is not an object."""
     config = read_json(safe_join(folder, CONFIG))
     if not isinstance(config, dict):
         raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
@@ -174,5 +159,5 @@ def to_offsets(target_ids: Tensor) -> Tensor:
 
 
 def from_offsets(offsets: Tensor) -> Tensor:
-    """Add the draft ids 0, 1, 2, ... to offsets [W]; return target ids [W] int64. The inverse of :func:`to_offsets`."""
+    """Invert :func:`to_offsets`."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)

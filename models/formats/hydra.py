@@ -25,8 +25,7 @@ from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
-PREFIX = "prefix_embeding_layer."
-"""Beginning of the names of the prefix layer's tensors, misspelt as in the authors' code."""
+PREFIX = "prefix_embeding_layer."  # misspelt as in the authors' code
 
 
 class HydraFormat(Format):

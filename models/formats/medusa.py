@@ -21,8 +21,7 @@ from drafthead.models.formats.format import BASE_NAME, Engine, Fixed, Format, Un
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
-FULL_MODEL = "medusa_head."
-"""Prefix of the heads' tensors in a Medusa-2 model that was saved as a whole."""
+FULL_MODEL = "medusa_head."  # prefix of the heads' tensors in a Medusa-2 model that was saved as a whole
 _SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
 FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
 NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
@@ -134,10 +133,7 @@ class TgiMedusaFormat(MedusaFormat):
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Reject a config that TGI would not recognise as a Medusa head, then normalize as ``medusa`` does."""
         if checkpoint.config.get("architectures"):
-            raise UserError(
-                f"{checkpoint.source}: TGI does not recognise a Medusa head if config.json has architectures; "
-                "remove the key"
-            )
+            raise UserError(f"{checkpoint.source}: TGI refuses a config.json with architectures; remove the key")
         if not checkpoint.config.get(BASE_NAME):
             raise UserError(f"{checkpoint.source}: TGI needs {BASE_NAME} in config.json; add it")
         return super().normalize(checkpoint)
@@ -204,10 +200,8 @@ class VllmMedusaFormat(MedusaFormat):
         config.setdefault("truncated_vocab_size", config.get("vocab_size"))
         if not config.get("medusa_fc_bias"):
             if dropped := [name for name in tensors if name.startswith("blocks.") and name.endswith(".bias")]:
-                raise UserError(
-                    f"{checkpoint.source} has {dropped[0]}, which vLLM drops unless config.json says "
-                    "medusa_fc_bias; set config.medusa_fc_bias=true if its heads were trained with biases"
-                )
+                what = f"{dropped[0]}, which vLLM drops unless config.json says medusa_fc_bias"
+                raise UserError(f"{checkpoint.source} has {what}; set config.medusa_fc_bias=true")
             weights = {name: value for name, value in tensors.items() if name.startswith("blocks.")}
             tensors |= {n.removesuffix("weight") + "bias": w.new_zeros(len(w)) for n, w in weights.items()}
         token_map = tensors.get("token_map")
@@ -237,24 +231,17 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head.
+    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one.
 
-    Tokens of the draft vocabulary keep their logits.
-    A head over the full vocabulary is returned unchanged. Heads of other types, heads with own output layers and heads
-    with an induction head are rejected.
+    Heads of other types, heads with own output layers and heads with an induction head are rejected.
     """
     if len(head.d2t) == head.base.vocab_size:
         return head
     if not isinstance(head, MedusaHead) or head.config.own_lm_head:
-        raise UserError(
-            "vocabulary=full needs a Medusa head that shares the base's output head: other heads have no trained rows "
-            "for the remaining ids; train with head.draft_vocab_size=null"
-        )
+        what = "needs a Medusa head that shares the base's output head"
+        raise UserError(f"vocabulary=full {what}; train with head.draft_vocab_size=null")
     if head.config.induction_rank:
-        raise UserError(
-            "vocabulary=full cannot extend an induction head, which no published format can hold; train with "
-            "head.induction_rank=0"
-        )
+        raise UserError("vocabulary=full cannot extend an induction head; train with head.induction_rank=0")
     wide = replace(head.config, draft_vocab_size=None).build(head.base)
     wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
     if head.tree is not None:

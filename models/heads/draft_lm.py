@@ -45,8 +45,8 @@ class DraftLMConfig(DraftHeadConfig):
     layer: the first)."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
-    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares depths
-    and widths of equal total size (2402.01528)."""
+    larger width adds channels that have no effect at first. With null, the base's. Depths and widths of equal total
+    size are compared in docs/results/draft_shapes.md (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
@@ -79,9 +79,6 @@ class DraftLM(DraftHead):
         self.norm = deepcopy(base.final_norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, "forward") for layer in self.layers]
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "DraftLMSession":
         return DraftLMSession(self, rows)

@@ -139,9 +139,6 @@ class HydraHead(DraftHead):
     def projection_width(self) -> int:
         return self.base.hidden_size + self.config.projection_bias
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [] if self.prefix is None else [(self.prefix, "forward")]
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
         return HydraSession(self, rows)
 

@@ -15,7 +15,7 @@ Shape legend: B rows, T time, F nodes of a tree level, D width.
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
@@ -155,9 +155,6 @@ class KangarooHead(DraftHead):
         self.projections = self.lm_heads(0)
         self.first_layers = first_layers(base, config.exit_layer)
         check_early_exit(base, self.first_layers)
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(self.self_attn, "forward")]
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return the adapter's outputs for all positions of the batch, [B, T, D]."""

@@ -27,32 +27,24 @@ from drafthead.models.kernels.linear import (
 )
 from drafthead.system.machine import hardware, versions
 
-WORTH_MEASURING = 2**23
-"""Smallest number of weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
+WORTH_MEASURING = 2**23  # weights of the smallest base for which kernels are measured; others fit into the CPU's caches
 REPEATS, LONG_SECONDS = 3, 20.0
 """Number of times that each combination of kernel and rows is timed, after one run to warm up; only 2 times if the runs
 so far have taken ``LONG_SECONDS`` in all."""
 COPY_SHARE = 1 / 8
-"""If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
-take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
+"""If only compiled kernels were chosen, packed copies of the weights are kept if they take less than this share of the
+memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""Largest number of rows for which ``F.linear`` is timed; for more, it is never the fastest. If there is a compiled
-kernel, ``F.linear`` is not timed at all."""
+"""``F.linear`` is timed up to this number of rows, and not if there is a compiled kernel, because it is slower."""
 MARGIN = 0.97
-"""Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
-
-The default is the compiled kernel if there is one.
-"""
+"""Another kernel must take less than this share of the time of the default (the compiled kernel if there is one)."""
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows with which smaller dtypes are timed: for computing hidden states to train on, and for drafting."""
-ROUNDING_MARGIN = 0.8
-"""A matrix product in a smaller, rounding dtype must take less than this share of the time of the one it replaces."""
-Pass = Callable[[int], object]
-"""A function that runs the base on this number of tokens (rows of its matrix products)."""
+ROUNDING_MARGIN = 0.8  # a product in a smaller dtype must take less than this share of the time of the one it replaces
+Pass = Callable[[int], object]  # runs the base on this number of tokens (rows of its matrix products)
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    """Return True if the base has at least ``WORTH_MEASURING`` weights that can be prepacked."""
     return sum(p.numel() for p in model.parameters() if can_prepack(p)) >= WORTH_MEASURING
 
 
@@ -60,8 +52,8 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     """Fill ``table`` with the fastest kernel by number of rows, and free the copies of weights for other kernels.
 
     Also choose a smaller dtype, if clearly faster: bfloat16 for hidden states to train on, bfloat16 or int8 for copies
-    of a head's weights to draft with. ``run`` runs ``module``, the base's model; ``shape`` identifies the sizes of its
-    matrices. The choice is stored on this machine, so that a resumed run computes what it did before.
+    of a head's weights. ``shape`` identifies the sizes of the matrices of ``module``, which ``run`` runs. The choice is
+    stored on this machine, so that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
@@ -134,8 +126,7 @@ def _fastest(
     """Return the fastest of ``dtypes`` for matrix products, or None if none is clearly faster than float32.
 
     In their order, a dtype is chosen if it takes less than ``ROUNDING_MARGIN`` of the time of the choice so far. The
-    largest layer of ``module``, except the LM head, is timed with ``rows`` input rows. ``before`` is called before
-    every comparison.
+    largest layer of ``module``, except the LM head, is timed.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from drafthead.files.local import cache_dir
 from drafthead.models.kernels.huge_pages import use_huge_pages
+from drafthead.system.machine import cpu_info
 
 SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
-BUILD_SECONDS = 60
-"""Time limit of one compiler call."""
-TOLERANCE = 1e-4
-"""Largest relative error with which a compiled library is accepted."""
+BUILD_SECONDS = 60  # of one compiler call
+TOLERANCE = 1e-4  # relative error
 
 
 class CompiledWeight:
@@ -38,20 +37,12 @@ class CompiledWeight:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Copy a float32 ``weight`` on the CPU as ``dtype``: float32, or int8 with one scale per output.
-
-        Raises:
-            RuntimeError: the weight is not a non-empty float32 matrix on the CPU, or the bias does not fit it.
-        """
+        """Copy a float32 ``weight`` on the CPU as ``dtype``: float32, or int8 with one scale per output."""
         if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2 or weight.numel() == 0:
-            raise RuntimeError(
-                f"a compiled weight must be a non-empty float32 matrix on the CPU, got {weight.dtype} "
-                f"{list(weight.shape)} on {weight.device}"
-            )
+            given = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+            raise RuntimeError(f"a compiled weight must be a non-empty float32 matrix on the CPU, got {given}")
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise RuntimeError(
-                f"a bias of shape {list(bias.shape)} does not fit a weight of shape {list(weight.shape)}"
-            )
+            raise RuntimeError(f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}")
         width = library.width()
         self._outputs, self._inputs = weight.shape
         blocks = -(-self._outputs // width)
@@ -70,17 +61,12 @@ class CompiledWeight:
         self._addresses = self._packed.data_ptr(), self._scale.data_ptr(), self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``, float32: [..., K] -> [..., N].
-
-        Raises:
-            RuntimeError: ``x`` is not a float32 tensor [..., K] on the CPU (the same type of error as ``F.linear``'s).
-        """
+        """Return ``x @ weight.T + bias``, float32: [..., K] -> [..., N]; errors have the type of ``F.linear``'s."""
         # The library receives bare addresses, so it would read and write past the end of a tensor of another size.
         if not x.is_cpu or x.dtype != torch.float32 or x.ndim == 0 or x.shape[-1] != self._inputs:
-            raise RuntimeError(
-                f"expected an input of dtype float32 on the device cpu, with shapes [..., {self._inputs}]; got "
-                f"{x.dtype} on {x.device} with shape {list(x.shape)}"
-            )
+            given = f"{x.dtype} {list(x.shape)} on {x.device}"
+            expected = f"an input of dtype float32 [..., {self._inputs}] on the device cpu"
+            raise RuntimeError(f"expected {expected}, got {given}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self._inputs
@@ -95,15 +81,13 @@ class CompiledWeight:
 
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or gives wrong results.
-
-    It needs Linux and a C++ compiler. It is stored on disk for later processes on the same CPU.
-    """
+    """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or is wrong."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
     # The file's name depends on everything that decides its content.
-    inputs = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
+    features = cpu_info("flags") or cpu_info("Features") or platform.machine()  # CPUs of one name may differ in these
+    inputs = (SOURCE.read_text(), compiler, FLAGS, features, torch.__version__)
     path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
@@ -136,12 +120,3 @@ def skinny_library() -> ctypes.CDLL | None:
         if not (packed(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
             return None
     return library
-
-
-def _cpu_features() -> str:
-    """Return the CPU's instruction sets, in which CPUs with the same name may differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -16,23 +16,17 @@ from torch import Tensor
 from drafthead.system.devices import graphs_of, new_graph
 
 Outputs = tuple[Tensor, ...]
-WARM_UP = 3
-"""Number of runs on the capture's stream before a capture, because some libraries initialise themselves first."""
-EAGER_CALLS_BEFORE_GRAPH = 1
-"""Calls that run eagerly before a capture, because a shape that occurs once is not worth a capture."""
+WARM_UP = 3  # runs on the capture's stream before a capture, because some libraries initialise themselves first
+EAGER_CALLS_BEFORE_GRAPH = 1  # a shape that occurs once is not worth a capture
 
 
 class GraphBackend:
-    """Graph captures on one device, with one memory pool and one stream.
-
-    The graphs share the pool's memory, so two of them must not run at the same time.
-    """
+    """Graph captures on one device. They share a memory pool, so two graphs must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = graphs_of(device)
-        self.enabled = self._module is not None
-        """False without graphs or after a failed capture: calls then run eagerly."""
+        self.enabled = self._module is not None  # false also after a failed capture: calls then run eagerly
         self._pool: Any = None
         self._stream: Any = None
 
@@ -82,7 +76,6 @@ class StaticCall:
     """A function with fixed input shapes, captured after its first calls."""
 
     def __init__(self, backend: GraphBackend, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
-        """Allocate input buffers with the shapes, dtypes and device of ``inputs``, the arguments of ``function``."""
         self._backend, self._function = backend, function
         # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
@@ -119,10 +112,7 @@ class StaticCalls:
         self._calls: dict[object, StaticCall] = {}
 
     def __call__(self, key: object, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-        """Return ``function(*inputs)``, captured once per ``key`` and shapes of ``inputs``.
-
-        Anything else that the result depends on must be part of ``key``, or stay constant.
-        """
+        """Return ``function(*inputs)``, captured once per ``key`` (what else the result depends on) and shapes."""
         key = (key, *(i.shape for i in inputs))
         call = self._calls.get(key)
         if call is None:

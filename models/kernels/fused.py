@@ -26,7 +26,6 @@ class FusedRMSNorm(nn.Module):
     """
 
     def __init__(self, norm: Any) -> None:
-        """Copy the weight and the epsilon of ``norm``."""
         super().__init__()
         weight: Tensor = (1.0 + norm.weight if is_gemma_norm(norm) else norm.weight).detach()
         self._width = len(weight)
@@ -36,7 +35,6 @@ class FusedRMSNorm(nn.Module):
         self._floor = torch.tensor((self._width * self._eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise: [..., D] -> [..., D]."""
         if not self._by_length:
             return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -55,17 +53,13 @@ class FusedMLP(nn.Module):
         self._act = mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP: [B, T, D] -> [B, T, D]."""
         gate, up = self._gate_up(x).chunk(2, -1)
         out: Tensor = self._down(self._act(gate) * up)
         return out
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention with one matrix product for queries, keys and values.
-
-    Queries and keys are rotated together.
-    """
+    """Grouped-query attention with one product for queries, keys and values; queries and keys are rotated together."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
         """Copy the weights of ``stock`` as ``dtype`` (None: as they are), for kernels of ``table`` (None: oneDNN's)."""
@@ -122,9 +116,8 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
 
 
 def _can_join(module: nn.Module, *names: str) -> bool:
-    """Return True if the children ``names`` are plain linear layers that can be packed as one layer.
-
-    All of them must have a bias, or none.
+    """Return True if the children ``names`` are plain linear layers, all with or all without a bias, that can be
+    packed.
     """
     children: list[Any] = [getattr(module, name, None) for name in names]
     plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
@@ -134,9 +127,8 @@ def _can_join(module: nn.Module, *names: str) -> bool:
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place.
 
-    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules stay as
-    they are. ``table`` chooses kernels by the number of rows (None: oneDNN's). Return the number of replaced
-    ``nn.Linear`` layers.
+    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Return the number of
+    replaced ``nn.Linear`` layers.
     """
     replaced = 0
     for name, stock in list(module.named_children()):
@@ -166,8 +158,8 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
     """Return a trainable float32 stock decoder layer with the weights of ``layer`` of a base, which may be fused.
 
-    ``layer_idx`` is the new layer's index, under which it uses a cache. ``source`` is the index of ``layer`` in the
-    base (None: ``layer_idx``), by which the config chooses the kind of layer, such as sliding-window attention.
+    ``layer_idx`` is the new layer's index in a cache. The config chooses the kind of layer, such as sliding-window
+    attention, by the index ``source`` of ``layer`` in the base.
     """
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
     with torch.device(device):

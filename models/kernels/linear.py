@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class PackedCopies(nn.Module):
-    """Submodule, without weights of its own, that holds copies of a module's weights for inference, by key.
+    """Copies of a module's weights for inference, by key, dropped by ``.train()``, ``.to()``, ``load_state_dict``, ...
 
-    ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` of the module drop all copies.
+    It is a submodule without weights of its own.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,6 @@ class PackedCopies(nn.Module):
         self._copies: dict[object, Any] = {}
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """Return the copy stored under ``key``; if there is none, store what ``make`` returns."""
         if key not in self._copies:
             self._copies[key] = make()
         made: T = self._copies[key]
@@ -59,25 +58,19 @@ class PackedCopies(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
 
-ROWS_HINT = 8
-"""Number of input rows for which oneDNN chooses its layout of a weight; all from 2 on give the same layout."""
-DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
-"""Dtypes for copies of a head's weights, by name."""
+ROWS_HINT = 8  # rows for which oneDNN chooses its layout of a weight; all from 2 on give the same layout
+DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # for copies of a head's weights
 
 
 class Kernel(StrEnum):
     """An implementation of the product of a few rows and a weight."""
 
-    PLAIN = "plain"
-    """``F.linear`` with the weight as it was loaded."""
-    PACKED = "packed"
-    """oneDNN with a copy of the weight in its blocked layout."""
-    COMPILED = "compiled"
-    """``skinny.cpp`` with a copy of the weight in its layout."""
+    PLAIN = "plain"  # `F.linear` with the weight as it was loaded
+    PACKED = "packed"  # oneDNN with a copy of the weight in its blocked layout
+    COMPILED = "compiled"  # `skinny.cpp` with a copy of the weight in its layout
 
 
-MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
-"""Numbers of rows for which kernels are compared. A number in between uses the choice for the next larger one."""
+MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)  # a number in between uses the choice for the next larger one
 
 
 class KernelTable:
@@ -85,10 +78,9 @@ class KernelTable:
 
     def __init__(self) -> None:
         self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
-        self.bfloat16_reads = False
-        """True if hidden states to train on, which need not be exact, are computed by bfloat16 matrix products."""
+        self.bfloat16_reads = False  # products for hidden states to train on, which need not be exact
+        # Copies of a head's weights for drafting (`head.draft_dtype=auto`); None: their own.
         self.draft_dtype: torch.dtype | None = None
-        """Dtype of the copies of a head's weights for drafting (``head.draft_dtype=auto``); None: their own."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
@@ -157,7 +149,6 @@ class PrepackedLinear(nn.Module):
         return Kernel.PACKED
 
     def dense(self) -> Tensor:
-        """Return the weight, [out, in]."""
         if self._packed is not None:
             dense: Tensor = self._packed.to_dense()
             return dense
@@ -207,7 +198,6 @@ class DtypeLinear(nn.Module):
         self.product, self._dtype = product, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output: [..., in] -> [..., out], in the dtype of ``x``."""
         return self.product(x.to(self._dtype)).to(x.dtype)
 
 
@@ -218,7 +208,7 @@ def inference_linear(
 
     It computes in ``dtype``, by default the weight's. int8 has one scale per output and errors of about one percent;
     inputs are not rounded, so the result of a row does not depend on its batch. If int8 is not available for this
-    weight, the weight's dtype is used. ``table`` chooses the kernel by the number of rows; None: oneDNN's.
+    weight, the weight's dtype is used.
     """
     if dtype == torch.int8:
         if can_prepack(weight) and (library := skinny_library()):
@@ -232,7 +222,6 @@ def inference_linear(
 
 
 def packs_bfloat16() -> bool:
-    """Return True if oneDNN has bfloat16 matrix products on this CPU."""
     supported = _onednn("_is_mkldnn_bf16_supported")
     return supported is not None and bool(supported())
 
@@ -245,10 +234,7 @@ def reads_in(layer: nn.Module) -> torch.dtype:
 def joined_linear(
     linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """Join ``linears`` into one inference-only layer with concatenated outputs; all must have a bias, or none.
-
-    ``dtype`` is that of its weight (None: unchanged), and ``table`` chooses the kernel by the number of rows.
-    """
+    """Join ``linears`` into one inference-only layer with concatenated outputs; all must have a bias, or none."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype, table)
 
@@ -256,8 +242,8 @@ def joined_linear(
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Prepack each ``nn.Linear`` below ``module`` that can be, in place, and return the number of packed layers.
 
-    Routers of experts stay unpacked. The layers compute in ``dtype`` (None: float32), with the kernel that ``table``
-    chooses (None: oneDNN's). Original weights are released unless something else holds them, such as a tied embedding.
+    Routers of experts stay unpacked. Original weights are released unless something else holds them, such as a tied
+    embedding.
     """
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):

@@ -28,10 +28,9 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import wide
 
 AcceptProbs = Floats
-"""[T, K, S]: probability that a step from position t, after k accepted drafts, accepts the answer's next token as
-candidate s; NaN after the answer's end."""
-LengthProbs = Floats
-"""[T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts."""
+"""[T, K, S]: probability that a step from position t, after k accepted drafts, accepts the next token as candidate s;
+NaN after the answer's end."""
+LengthProbs = Floats  # [T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
@@ -44,8 +43,7 @@ def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
     """Return [n, width] float64 for n nodes with ``width`` top-k candidates: 1 for the answer's token, else 0.
 
-    ``logits`` [n, W] are the drafter's over its draft vocabulary, whose target ids are ``d2t`` [W]. ``tokens`` [n] are
-    the answer's tokens, as target ids.
+    ``logits`` [n, W] are over the draft vocabulary with target ids ``d2t`` [W]; ``tokens`` [n] are target ids.
     """
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
@@ -117,10 +115,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def trials_in_order(tree: TokenTree) -> TokenTree:
-    """Return ``tree`` with its ranks replaced by 0, 1, ... among each node's children.
-
-    Acceptance probabilities of sampled siblings are indexed by the order in which siblings are tried.
-    """
+    """Number each node's children 0, 1, ..., the order of trials by which sampled siblings are indexed."""
     renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     children: dict[tuple[int, ...], int] = {}
     for path in sorted(tree.paths[1:], key=lambda p: (len(p), p)):
@@ -164,31 +159,22 @@ def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
 class SimulatedAcceptance:
     """Expected number of steps, and of tokens per step, if finished answers were decoded."""
 
-    mean_accepted_length: float
-    """Tokens that the steps commit, divided by the number of steps, over all answers; NaN without a step."""
-    interval: tuple[float, float] | None
-    """95 % interval of ``mean_accepted_length``, by a bootstrap over answers; None for fewer than two answers."""
-    steps: float
-    """Expected number of steps over all answers."""
-    tokens: int
-    """Total number of tokens that the steps commit. A step does not commit tokens after its answer's end."""
+    mean_accepted_length: float  # committed tokens by steps, over all answers
+    interval: tuple[float, float] | None  # 95 %, by a bootstrap over answers; None for fewer than two
+    steps: float  # expected number
+    tokens: int  # that the steps commit, none of them after an answer's end
     nodes: dict[int, float] | None = None
-    """Tree size (root included) -> share of the steps with this size: some drafters fill only a part of their tree.
-    None if the sizes are unknown, as from ``simulate_acceptance``."""
+    """Tree size (root included) -> share of the steps with this size: some drafters fill only a part of their tree."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
-    """Simulate decoding answers with ``tree``, from their acceptance probabilities. ``seed`` seeds the bootstrap."""
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
 
 def simulate_steps(
     answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """Simulate decoding answers, from the probabilities of each accepted length at every position.
-
-    ``sizes`` are the numbers of nodes [T] of each answer's trees; None: unknown. ``seed`` seeds the bootstrap.
-    """
+    """Simulate decoding answers, whose trees have ``sizes`` [T] nodes, from the probabilities of accepted lengths."""
     started = start_probs(answers)
     # The expected number of steps is the sum over positions of the probability that a step starts there.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])

@@ -7,20 +7,18 @@ import torch
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 
-WIDTH = 10
-"""Candidates per draft position that a tree may use, as in Medusa."""
+WIDTH = 10  # candidates per draft position that a tree may use, as in Medusa
 Ranks = npt.NDArray[np.int64]
-"""[T, K]: rank (from 0) of the answer's token among the drafter's candidates for draft position k+1, in a step from
-position t; -1 after the answer's end. A rank of at least the number of candidates means that the token is not among
-them."""
+"""[T, K]: rank (from 0) of the answer's token among the candidates for draft position k+1, in a step from position t;
+-1 after the answer's end. A rank of at least the number of candidates means that the token is not among them."""
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return the ranks [T, K], from 0, of each answer's tokens among the head's candidates.
+    """Return the ranks of each answer's tokens among the head's candidates.
 
-    ``batch`` holds packed documents, each a prompt and an answer. T counts the positions where a step may start, K the
-    draft positions. Documents without such a position are left out. The first step drafts from the prompt's last
-    position. The base's logits there give the first answer token, which belongs to the prefill and not to a step.
+    ``batch`` holds packed documents, each a prompt and an answer. Documents without a position where a step may start
+    are left out. The first step drafts from the prompt's last position. The base's logits there give the first answer
+    token, which belongs to the prefill and not to a step.
     """
     ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []

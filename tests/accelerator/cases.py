@@ -63,7 +63,6 @@ def base_on(device: str, graphs: str = "never") -> BaseModel:
 
 @cache
 def head_on(kind: str, device: str) -> DraftHead:
-    """Return the same noisy head on either device."""
     folder = Path(mkdtemp())
     if device == "cpu":
         config = HEADS[kind]
@@ -116,7 +115,6 @@ WAYS: dict[str, tuple[DecodeConfig, int]] = {
 
 
 def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> None:
-    """Check the waits of every step, and that none is in a draft; failures list the source lines."""
     total = sum(waits, Counter[tuple[str, str]]())
     lines = "\n".join(f"{count:5} {operation} {line}" for (operation, line), count in total.most_common())
     worst = max((step.total() for step in waits), default=0)
@@ -158,7 +156,6 @@ def test_decoding_with_prompt_lookup(kind: str, spec: str, sampler: Sampler, row
 @every_head
 @pytest.mark.parametrize("way", cases_of((), ("tree", "sampled"), ("tree",)))
 def test_graphs(kind: str, way: str) -> None:
-    """Graphs are captured and replayed, and give the tokens of eager passes."""
     config, _ = WAYS[way]
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, tokens=24)
     folder = Path(mkdtemp())
@@ -187,7 +184,6 @@ def host_array(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fault", [wrong_device, host_wait, host_array])
 def test_a_planted_fault_is_reported_with_its_line(fault: Callable[[Tensor], Tensor]) -> None:
-    """The fault is in the drafter's pass over each level."""
     head = head_on.__wrapped__("hydra", "cuda")
     opened = head.open
 
@@ -221,7 +217,7 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
             for n, (_, parameter) in enumerate(sorted(head.adapter.items())):
                 generator = torch.Generator().manual_seed(n)
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)
+    optimizers = [torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)]
     rows = stacked([row_of([random_ids(20, 1), random_ids(11, 2)], 3), row_of([random_ids(31, 4)], 3)])
     losses, waits = [], []
     for _ in range(steps):
@@ -229,7 +225,7 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
             batch = rows.to(base.device)
             result = train_step(
                 head,
-                optimizer,
+                optimizers,
                 [(batch, base.hidden_states(batch, head.spec))],
                 LOSS,
                 lr=1e-3,
@@ -257,7 +253,6 @@ LEARNING = [kind for kind, config in HEADS.items() if not config.trains_base]
 
 @pytest.mark.parametrize("kind", cases_of((), LEARNING, fast=("hydra",)))
 def test_online_learning(kind: str) -> None:
-    """Also of a copy of a head, which is built from ids on the device."""
     config = OnlineConfig(interval=2, steps=2, optim=OptimConfig(lr=1e-3, schedule="constant"))
     answers = []
     for device in DEVICES:
@@ -296,7 +291,6 @@ def test_timing_waits_only_if_asked() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3, "output_scores": True}, {"max_time": 60.0}])
 def test_custom_generate(settings: dict[str, Any]) -> None:
-    """Drafting in transformers' ``generate`` gives the CPU's tokens, for prompts on either device."""
     ids, mask = torch.tensor([random_ids(6), [0, 0, *random_ids(4, 1)]]), torch.ones(2, 6, dtype=torch.int64)
     mask[1, :2] = 0
     given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 299, "pad_token_id": 0, **settings}

@@ -43,7 +43,6 @@ def train(folder: Path, recipe: str, device: str, *more: str) -> list[str]:
 
 
 def assert_same_results(run: Path, expected: Path) -> None:
-    """Compare losses, head and evaluation of two runs."""
     assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-3)
     weights, reference = (load_file(folder / "head" / "model.safetensors") for folder in (run, expected))
     assert weights.keys() == reference.keys()
@@ -60,7 +59,6 @@ def assert_same_results(run: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folders ``cpu/run`` and ``cuda/run``."""
     folder = tmp_path_factory.mktemp("medusa")
     run_together([train(folder, "medusa", device) for device in ("cpu", "cuda")])
     return folder
@@ -75,7 +73,6 @@ def test_a_recipe_trains_and_evaluates(recipe: str, medusa: Path, tmp_path: Path
 
 
 def test_a_run_resumes(medusa: Path, tmp_path: Path) -> None:
-    """Also on the other device."""
     expected = medusa / "cuda" / "run"
     commands = []
     for device in ("cpu", "cuda"):
@@ -99,7 +96,6 @@ def test_two_processes(medusa: Path, tmp_path: Path) -> None:
 
 
 def test_commands(medusa: Path, tmp_path: Path) -> None:
-    """Evaluation, replay, adapt, generate, export and import print and write what they do on a CPU."""
     check = ("suite=builtin", "limit=2", "max_new_tokens=12")
     for device in ("cpu", "cuda"):
         head, out = f"head={medusa / device / 'run' / 'head'}", tmp_path / device

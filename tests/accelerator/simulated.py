@@ -34,14 +34,12 @@ SOURCE = Path(__file__).with_name("device.cpp")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead" / "simulated_device"
 DRAFTING = ", while drafting"
 MEMORY = 16 * 2**30
-waited: Counter[tuple[str, str]] = Counter()
-"""(operation, source line) -> number of waits of the host."""
+waited: Counter[tuple[str, str]] = Counter()  # (operation, source line) -> number of waits of the host
 _sync_mode = "default"
 _library: Any = None
 
 
 def unavailable() -> str | None:
-    """Return the reason why there is no simulated device here, or None."""
     if torch.version.cuda or torch.version.hip:
         return "the simulated device needs a CPU build of torch"
     return None if shutil.which("g++") else "the simulated device needs g++"
@@ -49,7 +47,6 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def waits() -> Iterator[Counter[tuple[str, str]]]:
-    """Count the waits in a block, by operation and source line."""
     before, counted = waited.copy(), Counter[tuple[str, str]]()
     yield counted
     counted.update(waited - before)
@@ -83,7 +80,6 @@ def _report(kind: bytes, operation: bytes, size: int) -> int:
 
 
 def build() -> Path:
-    """Return the compiled library."""
     folder = Path(torch.__file__).parent
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
     key = hashlib.sha256(repr((SOURCE.read_text(), flags, torch.__version__)).encode()).hexdigest()[:16]
@@ -121,8 +117,6 @@ class Stream:
 
 
 class Graph:
-    """A captured list of operations."""
-
     number = 0
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +160,6 @@ def _synchronize(device: Any = None) -> None:
 
 
 def operations() -> dict[str, int]:
-    """Return the number of calls of every device operation, graph captures and replays included."""
     counts: dict[str, int] = {}
     each = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)(lambda n, c: counts.__setitem__(n.decode(), c))
     _library.simulated_operations(each)
@@ -174,7 +167,6 @@ def operations() -> dict[str, int]:
 
 
 def install() -> None:
-    """Give this process a simulated CUDA device."""
     global _library
     if _library is not None:
         return
@@ -289,7 +281,6 @@ COLLECTIVES = {
 
 
 def pytest_configure() -> None:
-    """Install the device for a run of pytest with this plugin."""
     install()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from drafthead.data.batch import FinishedAnswer
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
-from drafthead.eval.trees.answers import base_answers, write_texts
+from drafthead.eval.trees.finished_answers import base_answers, write_texts
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import format_named

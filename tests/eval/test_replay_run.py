@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafthead.commands.replay import own_row, rows
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
-from drafthead.eval.trees.answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
+from drafthead.eval.trees.replay import own_row, rows
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler

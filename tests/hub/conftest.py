@@ -32,29 +32,24 @@ class Fault:
 
     path: str
     times: int
-    status: int | None = 500
-    """Status of the response; None cuts the connection."""
-    done: bool = False
-    """Cut the connection after the request was processed, so that only the response is lost."""
+    status: int | None = 500  # of the response; None cuts the connection
+    done: bool = False  # cut the connection after the request was processed
 
 
 @dataclass
 class Repo:
-    """Repository; its commits, oldest first, map file names to contents."""
+    """Commits, oldest first, map file names to contents."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """Return commit and files of a revision, or None if it does not exist."""
         if revision == "main" and self.commits:
             return list(self.commits.items())[-1]
         return (revision, self.commits[revision]) if revision in self.commits else None
 
 
 class Hub:
-    """State of the server, and the requests it received."""
-
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
@@ -87,7 +82,6 @@ class Hub:
 
 
 def described(path: str, content: bytes) -> dict[str, Any]:
-    """Return a file's entry in the Hub's listing."""
     entry = {"path": path, "size": len(content), "oid": git_hash(content)}
     lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry | ({"lfs": lfs} if len(content) > SMALL else {})
@@ -260,7 +254,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the seconds that our code and the client would have slept; nobody sleeps."""
+    """Nobody sleeps; return the seconds that our code and the client would have slept."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds

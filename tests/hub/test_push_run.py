@@ -53,25 +53,16 @@ def test_the_next_start_pushes_after_a_hub_was_down(hub: Any, slept: list[float]
 
 
 def check_card(card: ModelCard, head: DraftHead, folder: Path) -> None:
-    """Check that the card describes this run and does not contain paths of this machine."""
     data = card.data
     assert data.license == "unknown" and data.library_name == "drafthead"
     assert {"drafthead", "speculative-decoding", "custom_generate", "medusa"} <= set(data.tags)
     assert data.eval_results and all("CPU cores" in result.metric_args["hardware"] for result in data.eval_results)
     for line in (
-        'head = drafthead.load_head("team/medusa")',
         'custom_generate="team/medusa", trust_remote_code=True)',
-        "revision not fixed, read in float32 |\n"
         f"| fingerprint of the base | `{head.base_fingerprint}`; drafthead refuses",
-        "| pretrain | text | 3 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",
         "| distill | the base's answers | 3 | 1,024 | 0.002, cosine, 20 steps of linear warm-up |",
-        "stdlib_tiny",
-        "greedy, at most 24 each",
-        "0.5 ce + 0.5 kl, decay 0.8 by position",
-        "random weights",
         "![Loss of each draft position",
         "No current release of an inference engine loads this head",
-        "licence could not be read",
         "| task | speedup | 95 % | tau |",
     ):
         assert line in card.content, line

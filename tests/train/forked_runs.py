@@ -29,6 +29,7 @@ import torch
 
 from drafthead import cli
 from drafthead.data.answers import store as answers
+from drafthead.data.states.stored import StoredStates
 from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train import adapt, run  # noqa: F401 # forks find it imported
@@ -44,6 +45,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "answer": (batched_generation, "Answer"),
     "save features": (answers, "save_file"),
     "write shard": (answers.pq, "write_table"),
+    "store states": (StoredStates, "write"),
     "step": (loop, "train_step"),
     "update": (adapt, "train_step"),
     "validate": (loop, "evaluate_loss"),

@@ -19,7 +19,7 @@ from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate import hours
 from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, render, size
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 from support import composed, random_ids, rows_of
 
@@ -95,10 +95,10 @@ def allocated(run: RunConfig) -> int:
         return HiddenStates.split(torch.zeros(*batch.input_ids.shape, width, dtype=torch.float16), base.hidden_size)
 
     with profile(profile_memory=True, use_kineto=True) as recorded:
-        optimizer = head_optimizer(head, phase.optim)
+        optimizers = head_optimizers(head, phase.optim)
         for _ in range(2):
             batches = ((batch, hidden_states()) for _ in range(phase.grad_accum_steps))
-            train_step(head, optimizer, batches, phase.loss, lr=1e-3, clip_norm=1.0, reduce=lambda tensor: tensor)
+            train_step(head, optimizers, batches, phase.loss, lr=1e-3, clip_norm=1.0, reduce=lambda tensor: tensor)
     sharding.close()
     live = peak = 0
     for event in recorded.kineto_results.events():

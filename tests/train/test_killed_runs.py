@@ -95,14 +95,14 @@ def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -
 def test_the_best_weights_are_saved_and_used(runs: Any, whole: Path, with_corpora: Path) -> None:
     """Requires that the score of ``whole`` peaks before its end."""
     best = load_best(whole / "run" / "checkpoints")
-    assert best is not None and best.state.global_step < 20 and best.state.score is not None
+    assert best is not None and best.state["global_step"] < 20
     rows = read_json_lines(whole / "run" / "metrics.jsonl")
     measured = {
         row["total_step"]: row["held_out_mean_accepted_length"]
         for row in rows
         if "held_out_mean_accepted_length" in row
     }
-    assert best.state.score == max(measured.values()) == measured[best.state.global_step]
+    assert best.state["score"] == max(measured.values()) == measured[best.state["global_step"]]
     assert "the weights are the best ones" in runs.output(whole)
     weights = load_file(whole / "run" / "head" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in best.head.items())

@@ -120,16 +120,16 @@ def test_it_fits_its_hardware(name: str, tmp_path: Path) -> None:
 
 @all_recipes(FAST)
 def test_it_runs_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All phases, generation, calibration and evaluation, offline; features are kept of phases that say so."""
+    """All phases, generation, calibration and evaluation, offline; hidden states are stored if a phase says so."""
     phases = composed(tmp_path, f"recipe={name}", "debug=tiny")[0].phases
     short = [*(f"phases.{phase}.steps=3" for phase in phases), "eval.limit=2", "eval.max_new_tokens=12"]
     config, resolved = composed(tmp_path, f"recipe={name}", "debug=tiny", *short)
     run_pipeline(config, resolved)
-    # The final states are stored with the answers, so only early layers have a cache of rows.
+    # The final states are stored with the answers, so only early layers are computed.
     storing = {name for name, phase in config.phases.items() if phase.store_hidden_states}
     assert all(config.phases[name].corpus == "answers" for name in storing)
-    cached = {path.name.rpartition("-")[0] for path in (tmp_path / "corpora" / "features").glob("*")}
-    assert cached == ({*storing, "held-out"} if storing and Estimate(config).head.spec.layers else set())
+    stored = {path.name.rpartition("-")[0] for path in (tmp_path / "corpora" / "states").glob("*")}
+    assert stored == ({"answers"} if storing and Estimate(config).head.spec.layers else set())
     assert ("without its threshold of" in capsys.readouterr().out) == name.startswith("kangaroo")
     run = tmp_path / "run"
     evaluation = json.loads((run / "eval.json").read_text())

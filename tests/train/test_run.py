@@ -163,7 +163,7 @@ def test_broken_prompts_are_named_by_the_setting_that_the_user_typed(tmp_path: P
     run = ["recipe=medusa_smollm2", "debug=tiny", f"data.prompts={path}"]
     for content, says in {
         "\n": f"jsonl:{path} in data.prompts is empty; name another file",
-        '{"text": "x"}': f"no column 'prompt' or .*; present: text; rename a column, or give .*name: {path}",
+        '{"text": "x"}': f"no column 'prompt' or .*; present: text; name one: .*name: {path}",
     }.items():
         path.write_text(content)
         for check in (preflight, print_estimate):

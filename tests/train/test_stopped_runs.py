@@ -161,10 +161,10 @@ def cut(path: Path) -> None:
 @pytest.mark.slow
 def test_damaged_corpora_are_named_and_rebuilt(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, at=("step", 3)) == -signal.SIGKILL
-    text = next(tmp_path.glob("corpora/text/*/rows.arrow"))
+    text = next(tmp_path.glob("corpora/text/*/tokens.npy"))
     flip(text)
     assert runs.one(tmp_path, at=("step", 12)) == 1
-    assert "rows.arrow is damaged" in runs.last_line(tmp_path)
+    assert "tokens.npy is damaged" in runs.last_line(tmp_path)
     for path in text.parent.iterdir():
         path.unlink()
     answers = tmp_path / "corpora" / "answers"

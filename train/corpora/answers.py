@@ -21,15 +21,12 @@ from drafthead.files import local
 from drafthead.models.base.base_config import SWITCHES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
+from drafthead.system.display import Display
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 
 if TYPE_CHECKING:
     from drafthead.data.answers.server import ServerBackend
 
-Progress = Callable[[str, int, int], None]
-"""Function that is called with a label, the number of finished items and the total."""
-Log = Callable[[str], None]
-"""Function that prints a line for the user."""
 T = TypeVar("T")
 PROMPTS = "prompts.json"
 PROBES = 4
@@ -96,8 +93,7 @@ class AnswerGenerator:
     seed: int
     folder: Path
     group: ProcessGroup
-    progress: Progress
-    log: Log = lambda line: None
+    display: Display
     store_states: bool = False
     """Store final hidden states with the answers (built-in decoding only). If ``folder`` already has answers, new ones
     get hidden states only if those have them."""
@@ -105,7 +101,7 @@ class AnswerGenerator:
     def complete(self) -> AnswerStore:
         """Generate the answers that ``folder`` lacks and return the corpus. No answer at all is a ``UserError``."""
         first = self.group.rank == 0
-        with local.exclusive(self.folder, self.progress) if first else nullcontext():
+        with local.exclusive(self.folder, self.display.line) if first else nullcontext():
             if first:
                 self._prepare()
             self.group.wait()
@@ -119,6 +115,11 @@ class AnswerGenerator:
             if first:
                 self._close()
         return self._open()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if ``folder`` has an answer to every prompt."""
+        return (self.folder / PROMPTS).exists() and not self.prompts.missing(self._open())
 
     @cached_property
     def backend(self) -> "BuiltInBackend | ServerBackend":
@@ -143,7 +144,7 @@ class AnswerGenerator:
             base=base.name,
             max_prompt_tokens=config.max_prompt_tokens,
             greedy_match_rate=lambda answers: agreement(base, answers).greedy,
-            log=self.log,
+            log=self.display.line,
         )
 
     @cached_property
@@ -183,15 +184,14 @@ class AnswerGenerator:
         self._check_template()
         store = self._open()
         # A finished corpus needs no backend; a new one is checked before the base writes prompts.
-        started = (self.folder / PROMPTS).exists()
-        if started and not self.prompts.missing(store):
+        if self.is_complete:
             return
         texts = list(training_sets.prompts("tiny"))[:PROBES]
         probes = [self.base.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]
         self.backend.check(list(enumerate(probes)))
         missing, table = self.prompts.missing(store), self.prompts
         if left_out := len(table.conversations) - len(table.of_turn(0, store)):
-            self.log(
+            self.display.line(
                 f"   {left_out} of {len(table.conversations)} prompts are longer than data.answers.max_prompt_tokens="
                 f"{self.config.max_prompt_tokens} and are left out"
             )
@@ -215,9 +215,13 @@ class AnswerGenerator:
                 f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
             )
         if unread := unread_variables(tokenizer, self.base.config.chat_template_kwargs):
-            self.log(f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}; leave it out")
+            self.display.line(
+                f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}; leave it out"
+            )
         if ignored := self.base.ignored_settings():
-            self.log(f"   settings of the base's generation_config.json that answers do not use: {', '.join(ignored)}")
+            self.display.line(
+                f"   settings of the base's generation_config.json that answers do not use: {', '.join(ignored)}"
+            )
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
         """Answer this process's share of ``prompts``, as far as ``store`` has no answers, and append the answers."""
@@ -231,10 +235,10 @@ class AnswerGenerator:
         def on_done() -> None:
             nonlocal done
             done += 1
-            self.progress(label, done, total)
+            self.display.progress(label, done, total)
 
         if done < total:
-            self.progress(label, done, total)
+            self.display.progress(label, done, total)
         first = store.next_shard
         for index, answers in self.backend.at(temperature).shards(prompts, store.done, self.group, on_done):
             store.append_shard(answers, first + index)
@@ -270,7 +274,7 @@ class AnswerGenerator:
                 config.self_prompted,
                 self.seed,
                 config.batch_size,
-                self.progress,
+                self.display,
                 config.max_prompt_tokens,
             )
             # Both lists are spread evenly, so that any prefix has the same mixture: item i of n stands at i / n.
@@ -282,7 +286,7 @@ class AnswerGenerator:
         findings.leave_out("resemble data.answers.exclude_suites", "prompts", row=len(prompts) - len(kept))
         prompts = kept
         for line in findings.lines():
-            self.log(f"   prompts: {line}")
+            self.display.line(f"   prompts: {line}")
         if not prompts:
             raise UserError("data.answers has no prompts; add data.answers.sources, or set data.answers.self_prompted")
         return prompts

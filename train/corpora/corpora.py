@@ -3,36 +3,40 @@
 All files are in ``data.folder`` with a manifest. Later runs use them again, and an interrupted run continues.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
 from drafthead.data.answers.store import ANSWERS, REMEDY, AnswerStore, ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.near_duplicates import NearDuplicates
-from drafthead.data.text.chat import Document
-from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
+from drafthead.data.states.source import AnswerStates, StatesSource
+from drafthead.data.states.stored import StoredStates
+from drafthead.data.text.documents import Documents, Ids
+from drafthead.data.text.packing import PackedRows, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
 from drafthead.files import local
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import first_layers, reading_copy
+from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
-from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
+from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
 from drafthead.train.corpora.precomputed import copy_precomputed
+from drafthead.train.corpora.states import ComputedStates
 
 ALONE = ProcessGroup()
+LONGEST_TEXT = 8192
+"""Longer texts are cut into documents, because a base reads a document in one pass. Longer rows raise this limit."""
 FEWEST_SUITE_PROMPTS = 8
 """Smallest number of the user's prompts, held out from training, on which a run chooses its tree and is measured."""
 SUITE_GROUPS = 18
@@ -42,23 +46,21 @@ COMPARED = 64, 2000
 HELD_OUT_MOST = 512
 """Largest number of held-out conversations; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
-"""Characters to read per token of packed text: more than most texts have, so that there is enough text."""
+"""Characters to read per token of text: more than most texts have, so that there is enough text."""
 
 
 @dataclass(eq=False)
 class Corpora:
     """The corpora of one run in ``data.folder``. Each is made on first use and read from disk afterwards.
 
-    All processes of ``group`` must call ``answers``, which shares the work among them. Afterwards the other methods can
-    be called on one process.
+    All processes of ``group`` must call the methods that open corpora or states at the same time.
     """
 
     base: BaseModel
     config: DataConfig
     seed: int
-    progress: Progress
+    display: Display
     group: ProcessGroup = ALONE
-    log: Log = lambda line: None
     store_states: bool = False
     """Built-in decoding also stores the answers' final hidden states, unless transcripts are used."""
     longest: int | None = None
@@ -72,26 +74,47 @@ class Corpora:
     def __post_init__(self) -> None:
         self.folder = Path(self.config.folder)
 
-    def _text_manifest(self, **rows: int) -> dict[str, Any]:
+    @contextmanager
+    def _first(self, folder: Path) -> Iterator[bool]:
+        """Lock ``folder`` on the first process, for which True is yielded; afterwards all processes wait for it."""
+        first = self.group.rank == 0
+        with local.exclusive(folder, self.display.line) if first else nullcontext():
+            yield first
+        self.group.wait()
+
+    def _text_manifest(self, **sizes: int) -> dict[str, Any]:
         if not self.config.text.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        return {"base": self.base.identity(), "seed": self.seed, **rows, **self.config.text.manifest()}
+        return {"base": self.base.identity(), "seed": self.seed, **sizes, **self.config.text.manifest()}
 
-    def text_rows(self, seq_len: int) -> datasets.Dataset:
-        """Return the text for pretraining, packed into rows of ``seq_len`` tokens. Pack it if no rows are on disk.
+    def _text_documents(self, longest: int) -> Documents:
+        """Return the text for pretraining, tokenised and cut into documents of up to ``longest`` tokens.
 
-        Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
+        Documents on disk are used even if a source has changed since, so that a run resumes with the same text.
         """
-        config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
+        config, manifest = self.config.text, self._text_manifest(longest=longest)
         folder = local.folder_of_manifest(self.folder / "text", manifest)
-        with local.exclusive(folder, self.progress):
-            if not (local.check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
-                self.progress("packing text", 0, config.max_tokens)
+        with self._first(folder) as first:
+            if first and not local.check_manifest(folder, manifest, "remove the folder"):
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_PER_TOKEN)
-                documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
-                pack(self._watched(documents, config.max_tokens), seq_len, split=True, folder=folder)
-                local.write_manifest(folder, manifest)  # last, because a manifest means complete rows
-        rows = open_packed(folder)
+
+                def documents() -> Iterator[Ids]:
+                    done = 0
+                    for ids in text_documents(self.base.tokenizer, texts, config.max_tokens):
+                        self.display.progress("tokenising text", done, config.max_tokens)
+                        done += len(ids)
+                        yield from (ids[start : start + longest] for start in range(0, len(ids), longest))
+                    self.display.progress("tokenising text", done, done)
+
+                Documents.of(documents()).save(folder)
+                local.write_manifest(folder, manifest)  # last, because a manifest means complete documents
+        return Documents.open(folder)
+
+    def text_rows(self, seq_len: int) -> PackedRows:
+        """Return the text for pretraining in rows of ``seq_len`` tokens."""
+        longest = min(self.base.max_context, max(LONGEST_TEXT, seq_len))
+        rows = pack(self._text_documents(longest), seq_len, split=True)
+        manifest = self._text_manifest(seq_len=seq_len)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
 
@@ -102,10 +125,12 @@ class Corpora:
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = local.folder_of_manifest(self.folder / "stream", manifest)
-        with local.exclusive(folder, self.progress):
-            if not local.check_manifest(folder, manifest, "remove the folder"):
+        with self._first(folder) as first:
+            if first and not local.check_manifest(folder, manifest, "remove the folder"):
                 local.write_manifest(folder, manifest)
-            sources = resolve_revision(config.sources, folder / "commits.json")
+            if first:
+                resolve_revision(config.sources, folder / "commits.json")
+        sources = resolve_revision(config.sources, folder / "commits.json")
         self.manifests[f"stream of text in rows of {seq_len}"] = {
             **manifest,
             "sources": [source.manifest() for source in sources],
@@ -120,15 +145,6 @@ class Corpora:
             folder=folder,
             workers=config.workers,
         )
-
-    def _watched(self, documents: Iterable[Document], total: int) -> Iterator[Document]:
-        """Yield ``documents`` and report their tokens, of ``total`` at most, as progress."""
-        done = 0
-        for document in documents:
-            yield document
-            done += len(document)
-            self.progress("packing text", done, total)
-        self.progress("packing text", done, done)
 
     def check_base(self) -> None:
         """Raise a ``UserError`` if the answers in ``data.folder`` are those of another base or adapter."""
@@ -152,6 +168,15 @@ class Corpora:
             (self._store,) = stores
         return self._store
 
+    @property
+    def is_complete(self) -> bool:
+        """True if answers and transcripts are on disk, so that no process runs the base by itself to make them."""
+        if self.config.transcripts and not (self._transcripts_folder() / transcripts.AGREEMENT).exists():
+            return False
+        if self.config.uses_answers and self.config.answers.copied:
+            return any((self.folder / ANSWERS).glob("shard-*"))
+        return not self.config.uses_answers or self._generator.is_complete
+
     @cached_property
     def agreement(self) -> dict[str, Any] | None:
         """Agreement of the transcripts with the base's own choices (``agreement.json``); None without transcripts."""
@@ -165,29 +190,28 @@ class Corpora:
         return transcripts.transcripts_folder(self.base, self.config, self.longest)
 
     def _transcripts(self) -> AnswerStore:
-        if self.group.rank == 0:
-            folder = self._transcripts_folder()
-            with local.exclusive(folder, self.progress):
-                transcripts.write_transcripts(self.base, self.config, folder, self.longest, self.progress, self.log)
-        self.group.wait()
-        store = AnswerStore(self._transcripts_folder())
-        self.manifests["transcripts"] = {**local.read_manifest(store.folder), "answers": len(store.done)}
+        folder = self._transcripts_folder()
+        with self._first(folder) as first:
+            if first:
+                transcripts.write_transcripts(self.base, self.config, folder, self.longest, self.display)
+        store = AnswerStore(folder)
+        self.manifests["transcripts"] = {**local.read_manifest(folder), "answers": len(store.done)}
         return store
+
+    @property
+    def _generator(self) -> AnswerGenerator:
+        folder, states = self.folder / ANSWERS, self.store_states and not self.config.transcripts
+        return AnswerGenerator(self.base, self.config.answers, self.seed, folder, self.group, self.display, states)
 
     def _own_answers(self) -> AnswerStore:
         folder, config = self.folder / ANSWERS, self.config.answers
         if config.copied:
-            if self.group.rank == 0:
-                with local.exclusive(folder):
-                    copy_precomputed(self.base, config, folder, self.log)
-            self.group.wait()
+            with self._first(folder) as first:
+                if first:
+                    copy_precomputed(self.base, config, folder, self.display)
             store = AnswerStore(folder)
         else:
-            states = self.store_states and not self.config.transcripts
-            generator = AnswerGenerator(
-                self.base, config, self.seed, folder, self.group, self.progress, self.log, states
-            )
-            store = generator.complete()
+            store = self._generator.complete()
         prompts = {} if config.copied else {PROMPTS: local.file_digest(folder / PROMPTS)}
         self.manifests["answers"] = {**local.read_manifest(folder), **prompts, "answers": len(store.done)}
         return store
@@ -227,26 +251,32 @@ class Corpora:
         trained = NearDuplicates(answers[False])
         return sum(text in trained for text in answers[True]), len(answers[True])
 
-    def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
+    @cached_property
+    def _answer_documents(self) -> tuple[Documents, list[int]]:
+        """All answers with their prompts as documents, and their prompt numbers. Only answers are trained."""
+        answers = list(self.answers().read(with_hidden_states=False))
+        trained = [np.arange(len(answer.input_ids)) >= answer.boundary for answer in answers]
+        documents = Documents.of([answer.input_ids for answer in answers], trained)
+        return documents, [answer.prompt_number for answer in answers]
+
+    def answer_rows(self, seq_len: int, held_out: bool) -> PackedRows:
         """Pack the answers for training, or the held-out ones, into rows of up to ``seq_len`` tokens.
 
-        Return the rows and the prompt number of each document in them. A document is a prompt with its answer. For
-        training on transcripts a document is a whole conversation, and the list of prompt numbers is empty.
+        For training on transcripts a document has all turns of a conversation. Held-out turns stay apart, because each
+        has its own acceptance.
         """
-        answers = self.answers().read(with_hidden_states=False)
+        documents, prompt_numbers = self._answer_documents
         leaves_out = is_held_out if held_out else self.is_left_out
-        chosen = [answer for answer in answers if leaves_out(answer.prompt_number) == held_out]
+        chosen = [document for document, prompt in enumerate(prompt_numbers) if leaves_out(prompt) == held_out]
         if not chosen:
             raise UserError(
-                f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'} (one "
+                f"{len(documents)} answers are too few to {'hold some out' if held_out else 'train on'} (one "
                 f"conversation in {HELD_OUT_EVERY} is held out); "
                 "raise data.answers.prompts or data.answers.self_prompted, or name more data.transcripts"
             )
-        if self.config.transcripts and not held_out:  # held-out turns stay apart, each with its own acceptance
-            return pack(transcripts.conversation_documents(chosen), seq_len, split=False), []
-        # Only the answer of a document is trained, not its prompt.
-        documents = (Document(a.input_ids, np.arange(len(a.input_ids)) >= a.boundary) for a in chosen)
-        return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
+        if self.config.transcripts and not held_out:
+            documents, chosen = transcripts.whole_conversations(documents, prompt_numbers, chosen)
+        return pack(documents, seq_len, split=False, numbers=chosen)
 
     def draft_vocabulary(self, size: int) -> Tensor:
         """Return the draft vocabulary: up to ``size`` ids of the base's vocabulary, [W] int64 ascending.
@@ -256,48 +286,24 @@ class Corpora:
         counts = self.answers().token_counts(self.base.vocab_size, self.measures)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
-    def stored_hidden_states(
-        self,
-        rows: datasets.Dataset,
-        name: str,
-        spec: HiddenStatesSpec,
-        prompts: list[int] | None,
-        only: set[int] | None = None,
-    ) -> StoredHiddenStates:
-        """Return the base's hidden states of ``rows`` on disk, after computing and storing those that are missing.
+    def states(self, corpus: Literal["text", "answers"], documents: Documents, spec: HiddenStatesSpec) -> StatesSource:
+        """Return the stored hidden states of ``documents``, which the base computes if they are missing.
 
         If the answer store has the final states, the base computes only the layers that ``spec`` names.
-
-        Args:
-            rows: Packed rows.
-            name: Name of the corpus, for the folder and the progress line.
-            spec: Layers to store in addition to the final hidden state.
-            prompts: Prompt number of each packed document of answers; None for text.
-            only: Numbers of the rows that need hidden states; None for all rows.
         """
-        finals = prompts if prompts is not None and self.answers().has_hidden_states else None
-        if finals is not None and not spec.layers:
-            return AnswerStates(self.answers(), rows, finals, None)
-        reader = reading_copy(self.base)
-        manifest: dict[str, Any] = {"base": self.base.identity(), "rows": digest_rows(rows), "format": FORMAT}
-        manifest |= {"layers": list(spec.layers)} | ({} if finals is None else {"final": False})
-        manifest |= {} if reader is self.base else {"products": "bfloat16"}
-        width = self.base.hidden_size * (len(spec.layers) + (finals is None))
-        dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
-        folder = local.folder_of_manifest(self.folder / "features", manifest, f"{name}-")
-        cache = HiddenStateCache(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
-        missing = [row for row in cache.missing_rows() if only is None or row in only]
-        if missing and finals is not None:
-            reader = first_layers(reader, max(spec.layers))
-        total = len(rows) if only is None else len(only)
-        for done, row in enumerate(missing, start=total - len(missing)):
-            self.progress(f"hidden states of {name}", done, total)
-            states = reader.hidden_states(collate(rows, [row]), spec)
-            parts = [states.final if finals is None else None, states.layers]
-            cache.write([row], torch.cat([tensor.cpu().float() for tensor in parts if tensor is not None], -1))
-        if missing:
-            self.progress(f"hidden states of {name}", total, total)
-        return cache if finals is None else AnswerStates(self.answers(), rows, finals, cache)
+        has_finals = corpus == "answers" and self.answers().has_hidden_states
+        if has_finals and not spec.layers:
+            return AnswerStates(self.answers(), None)
+        base = self.base
+        manifest: dict[str, Any] = {"base": base.identity(), "documents": documents.digest}
+        manifest |= {"layers": list(spec.layers), "final": not has_finals}
+        manifest |= {"products": "bfloat16"} if base.kernels is not None and base.kernels.bfloat16_reads else {}
+        folder = local.folder_of_manifest(self.folder / "states", manifest, f"{corpus}-")
+        width = base.hidden_size * (len(spec.layers) + (not has_finals))
+        dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float16"
+        stored = StoredStates(folder, documents.lengths, width, dtype, manifest)
+        states = ComputedStates(base, documents, spec, stored, self.group, self.display, corpus, not has_finals)
+        return AnswerStates(self.answers(), states) if has_finals else states
 
 
 def is_held_out(prompt_number: int) -> bool:

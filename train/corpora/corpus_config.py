@@ -26,9 +26,9 @@ class TextConfig:
     """Sources of text: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
     docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Largest number of tokens of packed text on disk. With ``stream=true`` there is no limit."""
+    """Largest number of tokens of text. With ``stream=true`` there is no limit."""
     stream: bool = False
-    """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
+    """Read and tokenise text during training instead of storing it on disk. Use it for text larger than the disk. The
     sources are repeated as needed, and near-duplicates are not removed."""
     stream_shards: Positive = 8
     """Number of shards into which a stream's sources are divided. Use a multiple of the process count, so that each

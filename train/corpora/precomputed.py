@@ -7,7 +7,8 @@ from drafthead.errors import UserError
 from drafthead.files.local import file_digest, read_manifest, same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import agreement
-from drafthead.train.corpora.answers import TURN_STRIDE, Log
+from drafthead.system.display import Display
+from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpus_config import AnswersConfig
 
 FOLDERS = {
@@ -21,7 +22,7 @@ MIN_MATCH_RATE = 0.98
 another CPU may choose differently if two tokens have nearly equal logits."""
 
 
-def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
+def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, display: Display) -> None:
     """Copy the answers that ``config.precomputed`` names to ``folder``, unless ``folder`` has answers already.
 
     Hidden states are not copied. Answers of another base or sampler are a ``UserError``. So are greedy answers that the
@@ -65,7 +66,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
     if made_by["sampler"]["temperature"] == 0:
         measured = agreement(base, answers[:COMPARED])
         share = f"{100 * measured.greedy:.1f} %"
-        log(
+        display.line(
             f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of "
             f"{measured.answers}"
         )

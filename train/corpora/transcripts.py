@@ -1,8 +1,7 @@
 """The corpus of transcripts: existing conversations, and their agreement with the base's own choices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.embedded.training_sets import content_hash
-from drafthead.data.text.chat import Document
+from drafthead.data.text.documents import Documents
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
 from drafthead.data.text.transcripts import Answered, TranscriptEncoder, iter_transcripts
@@ -25,7 +24,8 @@ from drafthead.files.local import (
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import agreement
-from drafthead.train.corpora.answers import TURN_STRIDE, Log, Progress, resembles_suites
+from drafthead.system.display import Display
+from drafthead.train.corpora.answers import TURN_STRIDE, resembles_suites
 from drafthead.train.corpora.corpus_config import DataConfig
 
 AGREEMENT = "agreement.json"
@@ -59,9 +59,7 @@ def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None)
     return folder
 
 
-def write_transcripts(
-    base: BaseModel, config: DataConfig, folder: Path, longest: int | None, progress: Progress, log: Log
-) -> None:
+def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest: int | None, display: Display) -> None:
     """Encode the transcripts into ``folder``, unless that is done already, and log their agreement with the base.
 
     Transcripts are cut at the end to ``longest`` tokens (None: never).
@@ -78,7 +76,7 @@ def write_transcripts(
                 for t, (ids, boundary) in enumerate(turns)
             ]
             if number % PER_SHARD == PER_SHARD - 1:
-                progress("reading transcripts", number + 1, number + 1)
+                display.progress("reading transcripts", number + 1, number + 1)
                 store.append_shard(answers)
                 answers = []
         if config.bad_transcripts == "reject":
@@ -94,10 +92,10 @@ def write_transcripts(
         write_json(folder / AGREEMENT, {**asdict(measured), "findings": found})
     result = read_json(folder / AGREEMENT)
     for line in (*result.get("findings", ()), agreement_line(result)):
-        log(f"   {line}")
+        display.line(f"   {line}")
     if result["greedy"] < LOW_AGREEMENT:
         better = "the base's own answers (data.prompts=FILE) are better"
-        log(f"   this agreement is low: in use, fewer drafts are accepted; {better}")
+        display.line(f"   this agreement is low: in use, fewer drafts are accepted; {better}")
 
 
 def agreement_line(measured: dict[str, Any]) -> str:
@@ -133,25 +131,27 @@ def _conversations(
                 yield turns
 
 
-def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Yield the turns of each conversation as one training document.
+def whole_conversations(
+    documents: Documents, prompt_numbers: Sequence[int], chosen: Sequence[int]
+) -> tuple[Documents, list[int]]:
+    """Choose documents that hold all turns of their conversation, and train each on all of these turns.
 
-    If the chat template changes earlier turns when a later one follows, the turns before the change are a document of
-    their own.
+    A document is a turn with the turns before it. If the chat template changes earlier turns when a later one follows,
+    the last document before the change is also chosen. ``chosen`` are the turns to use, ``prompt_numbers`` those of all
+    documents. Return the documents with other trained tokens, and the numbers of the chosen ones.
     """
-    by_conversation = sorted(answers, key=lambda a: (a.prompt_number % TURN_STRIDE, a.prompt_number))
-    for _, turns in groupby(by_conversation, key=lambda a: a.prompt_number % TURN_STRIDE):
-        document = None
-        for answer in turns:
-            trained = np.arange(len(answer.input_ids)) >= answer.boundary
-            if document is not None:
-                if np.array_equal(answer.input_ids[: len(document)], document.input_ids):
-                    trained[: len(document)] = document.loss_mask
-                else:
-                    yield document
-            document = Document(answer.input_ids, trained)
-        if document is not None:
-            yield document
+    assert documents.trained is not None
+    trained, last_turns = documents.trained.copy(), list[int]()
+    for turn in sorted(chosen, key=lambda n: (prompt_numbers[n] % TURN_STRIDE, prompt_numbers[n])):
+        before = last_turns[-1] if last_turns else turn
+        if prompt_numbers[before] % TURN_STRIDE == prompt_numbers[turn] % TURN_STRIDE and before != turn:
+            ids = documents[before]
+            if np.array_equal(documents[turn][: len(ids)], ids):
+                start, earlier = documents.offsets[turn], documents.offsets[before]
+                trained[start : start + len(ids)] = trained[earlier : earlier + len(ids)]
+                last_turns.pop()
+        last_turns.append(turn)
+    return replace(documents, trained=trained), last_turns
 
 
 def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:

@@ -6,9 +6,8 @@ environment variables and are read here. A setting that cannot be followed is re
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
 
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
@@ -67,11 +66,6 @@ class Launch:
     def is_main(self) -> bool:
         """True on the process that prints and writes."""
         return bool(self.accelerator.is_main_process)
-
-    def main_process_first(self, per_node_data: bool) -> AbstractContextManager[None]:
-        """Return a context whose block runs on the main process (``per_node_data``: of each node) before the others."""
-        first = self.accelerator.local_main_process_first if per_node_data else self.accelerator.main_process_first
-        return cast(AbstractContextManager[None], first())
 
 
 @contextmanager

@@ -15,22 +15,21 @@ and optimiser moments stay float32.
 """
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import LossOutput
 from drafthead.errors import UserError
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -66,21 +65,16 @@ class ShardConfig:
             require(not value or self.mode in modes, name, f"false unless shard.mode is {' or '.join(modes)}", value)
 
 
-def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call ``method`` with activation checkpointing: store only its inputs, and call it again in the backward pass."""
-    if not torch.is_grad_enabled():  # checkpoint would read random states, which waits for the device
-        return method(*arguments, **named)
-    return checkpoint(method, *arguments, use_reentrant=False, **named)
-
-
-def checkpoint_activations(head: DraftHead) -> None:
-    """Turn on activation checkpointing for the ``checkpointable`` methods of ``head`` (its attention layers)."""
-    for owner, method in head.checkpointable():
-        setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
+def checkpoint_activations(head: nn.Module) -> None:
+    """Turn on activation checkpointing in the layers of ``head``, its own and transformers' ones."""
+    for module in head.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 class Sharding:
-    """Sharding of a run's base and head over the processes. All processes must call ``shard``."""
+    """Sharding of a run's base and head over the processes. All processes must call its methods."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
         """Shard as ``config`` says, with weights on ``device``; nothing is sharded before ``shard``."""
@@ -99,11 +93,26 @@ class Sharding:
         faster = base.kernels is not None and base.kernels.bfloat16_reads
         return torch.bfloat16 if faster else torch.float32
 
+    def shard_layers(self, decoder: Any, whole: Iterable[nn.Parameter] = ()) -> torch.device:
+        """Shard the layers of a base's decoder in place, except ``whole`` parameters; return the shards' device.
+
+        The weights may be on the meta device.
+        """
+        device, policy = self.device, fsdp.OffloadPolicy()
+        if self.config.offload_base:
+            device, policy = torch.device("cpu"), fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
+        options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(whole)}
+        for layer in decoder.layers:
+            fsdp.fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, **options)
+        # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
+        fsdp.fully_shard(decoder, mesh=self._mesh, ignored_params=set(decoder.parameters()))
+        return device
+
     def shard(self, head: DraftHead) -> None:
         """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding.
 
-        With ``mode="full"`` the layers of the head's base are sharded too. Call this after loading weights and before
-        building the optimiser. Every process must hold the same weights.
+        With ``mode="full"`` the layers of the head's base are sharded too, unless they are already. Call this after
+        loading weights and before building the optimiser. Every process must hold the same weights.
         """
         if self.config.checkpointing:
             checkpoint_activations(head)
@@ -111,24 +120,13 @@ class Sharding:
         # Without sharding, ``fully_shard`` still keeps float32 weights for a bfloat16 computation.
         if self.config.mode == "none" and precision == torch.float32:
             return
-        if not dist.is_initialized():  # a single process becomes a mesh of one
-            dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-            self._made_group = True
-        mesh = self._mesh()
         decoders = [head.base_model.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
-        if self.shards_base:
-            policy = fsdp.OffloadPolicy()
-            if self.config.offload_base:
-                policy = fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
-            options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(head.parameters())}
-            for decoder in decoders:
-                for layer in decoder.layers:
-                    fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
-                # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
-                fsdp.fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
-            drop_views(head.base_model)
-        _shard_head(head, mesh, precision, frozen)
+        for decoder in decoders if self.shards_base else ():
+            if not isinstance(decoder, fsdp.FSDPModule):
+                self.shard_layers(decoder, head.parameters())
+                drop_views(head.base_model)
+        _shard_head(head, self._mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
         """Free the weights that a sharded head gathered for forward passes without a backward pass."""
@@ -139,10 +137,15 @@ class Sharding:
         """Destroy the process group if ``shard`` created one, as it does for a single process."""
         if self._made_group:
             dist.destroy_process_group()
+            vars(self).pop("_mesh", None)
             self._made_group = False
 
+    @cached_property
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of all processes; with ``hybrid`` its rows are the nodes."""
+        """Mesh of all processes; with ``hybrid`` its rows are the nodes."""
+        if not dist.is_initialized():  # a single process becomes a mesh of one
+            dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            self._made_group = True
         world = dist.get_world_size()
         if self.config.mode == "none":
             return init_device_mesh(self.device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -161,8 +164,7 @@ class Sharding:
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
     """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``.
 
-    All weights of the head are gathered together, because its loss uses all projections. ``head.loss`` is replaced by
-    a function (``with_gradient``) whose result always has a gradient.
+    All weights of the head are gathered together, because its loss uses all projections.
     """
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
@@ -171,39 +173,42 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     head.set_gradient_divide_factor(1.0)
     head.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     head.set_reduce_scatter_unused_params(True)  # a process without targets leaves weights unused that others use
-    loss = head.loss
-    sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
-
-    def with_gradient(*arguments: Any) -> LossOutput:
-        """Return the head's loss, with a gradient of 0 if no token is trained: other processes wait for a gradient."""
-        out = loss(*arguments)
-        if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
-            return out
-        gathered = list(head.parameters())[sharded[0]]
-        return replace(out, loss_sum=out.loss_sum + 0.0 * gathered.flatten()[0])
-
-    head.loss = with_gradient  # type: ignore[method-assign, assignment]
     for method in ("loss", "candidate_ranks"):
         fsdp.register_fsdp_forward_method(head, method)
 
 
-def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the weights and the optimiser state with whole tensors, on the CPU of the main process, for a checkpoint.
+def is_sharded(base: BaseModel) -> bool:
+    """Return True if the layers of ``base`` are sharded, so that processes run it only together."""
+    return isinstance(base.model.model, fsdp.FSDPModule)
 
-    All processes must call this. On the others both results are empty.
+
+def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights, and the optimisers' moments as ``state.<parameter>.<moment>``, with whole tensors.
+
+    All processes must call this. The results are on the CPU of the main process, and empty on the others.
     """
-    weights, state = get_state_dict(head, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return weights, dict(state)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(head, optimizers, options=options)
+    return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizers(head: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Tensor]) -> None:
     """Load moments that ``full_state_dict`` returned, for any number of processes; each process takes its shard.
 
-    Learning rates and other settings of ``optimizer`` do not change. If ``state`` has no moments, nothing is loaded.
+    Learning rates and other settings do not change. If ``state`` has no moments, nothing is loaded.
     """
-    if not state["state"]:  # every update so far was skipped
+    if not state:  # every update so far was skipped
         return
+    # torch 2.13 cannot load whole tensors from flattened names.
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        parameter, _, moment = name.removeprefix("state.").rpartition(".")
+        by_parameter.setdefault(parameter, {})[moment] = tensor
     names = {parameter: name for name, parameter in head.named_parameters()}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    full = {"state": dict(state["state"]), "param_groups": groups}
-    set_optimizer_state_dict(head, optimizer, full, options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    full: Any = {"state": by_parameter, "param_groups": groups}
+    set_optimizer_state_dict(head, optimizers, full, options=StateDictOptions(full_state_dict=True))

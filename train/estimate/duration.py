@@ -22,18 +22,12 @@ from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, is_suite_prompt
 from drafthead.train.estimate.memory import Estimate
 
-LONG_PASS = 256
-"""Tokens of the pass that represents reading text and training."""
-PROMPT_TOKENS = 100
-"""Tokens of a typical prompt with its chat template, used before the real prompts are known."""
-MAX_TURNS = 2
-"""Turns per conversation that the estimate of choosing the tree assumes."""
-TREE_REPEATS = 11
-"""Passes per tree size when step costs are measured: 9 (the default of ``measure_costs``) and 2 that do not count."""
-TRAINING_PASSES = 3
-"""Cost of training in forward passes: one forward pass, and a backward pass of twice its cost."""
-TRAINING_OVERHEAD = 1.5
-"""Time of a training step divided by the time of its matrix products, on a CPU."""
+LONG_PASS = 256  # tokens of the pass that represents reading text and training
+PROMPT_TOKENS = 100  # of a typical prompt with its chat template, used before the real prompts are known
+MAX_TURNS = 2  # per conversation, assumed for choosing the tree
+TREE_REPEATS = 11  # passes per tree size: 9 (the default of `measure_costs`) and 2 that do not count
+TRAINING_PASSES = 3  # cost of training in forward passes: a backward pass costs two
+TRAINING_OVERHEAD = 1.5  # time of a training step by that of its matrix products, on a CPU
 
 
 class StageDurations:
@@ -47,12 +41,10 @@ class StageDurations:
         ``measured`` has the seconds of a training step of one micro-batch by phase; None: predict them from the passes.
         """
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
-        self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
-        """Seconds per token of a long pass."""
+        self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS  # per token of a long pass
+        # Per token of a long pass that computes hidden states for training.
         self.cache_s = _pass_seconds(reading_copy(base), LONG_PASS) / LONG_PASS
-        """Seconds per token of a long pass that computes hidden states for training."""
-        self.step_s = _pass_seconds(base, 1)
-        """Seconds of one autoregressive step."""
+        self.step_s = _pass_seconds(base, 1)  # of one autoregressive step
         self.costs = Estimate(run, devices, device=base.device.type)
         entries = sum(num_entries(source) or 0 for source in (*run.data.prompts, *run.data.transcripts))
         own = sum(map(is_suite_prompt, range(entries))) if run.eval.suite.startswith(OWN) else 0
@@ -60,10 +52,7 @@ class StageDurations:
         """Number of the user's prompts, held out, for the tree and as many for the report; 0: prompts of the suite."""
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """Return (stage, description of its work, seconds) for the stages of the run that take long.
-
-        Each phase of the stage train has its own row. Seconds are nan if unknown, for example with an answer server.
-        """
+        """Return (stage, description of its work, seconds) for long stages; seconds are nan if unknown."""
         known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
         rows = []
         for stage in self.run.stages:
@@ -74,7 +63,6 @@ class StageDurations:
         return rows
 
     def table(self, title: str = "stages of a whole run; a resumed run skips what is done") -> Table:
-        """Return a console table of the duration of every stage, and of all stages together."""
         table = Table(title=f"{self.run.name}: {title}", box=None, pad_edge=False, title_justify="left")
         table.add_column("stage", min_width=16)
         table.add_column("work", overflow="fold")
@@ -157,10 +145,7 @@ class StageDurations:
 
 
 def _pass_seconds(base: BaseModel, tokens: int) -> float:
-    """Return the seconds of a pass of the base over ``tokens`` tokens (at most its context): the fastest of three.
-
-    A pass computes the logits after the last token only.
-    """
+    """Time a pass over ``tokens`` tokens (at most the context), with the last token's logits: the fastest of three."""
     tokens = min(tokens, base.max_context)
     ids = torch.zeros(1, tokens, dtype=torch.long, device=base.device)
     seconds = []

@@ -13,15 +13,14 @@ from torch.utils.flop_counter import flop_registry
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import PhaseConfig
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 aten = torch.ops.aten
 COUNTED = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
 }
-"""For each torch function whose cost is counted, a function that returns its floating-point operations. The backward
-pass of attention on a CPU is absent and counts as 0."""
+"""Operations by torch function. The backward pass of attention on a CPU is absent and counts as 0."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -57,12 +56,9 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        """Bytes of the tensors that exist now."""
-        self.operations = 0
-        """Floating-point operations of matrix products and attention so far."""
-        self.peak = 0
-        """Largest value of ``live`` so far."""
+        self.live = 0  # bytes of the tensors that exist now
+        self.operations = 0  # floating-point ones of matrix products and attention so far
+        self.peak = 0  # of `live`
         self._sizes: dict[int, int] = {}
 
     def count(self, tensor: Tensor) -> None:
@@ -79,7 +75,6 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._sizes.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, with floats on the meta device, and count its memory and arithmetic."""
         kwargs = dict(kwargs or {})
         tensors = _tensors(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in tensors):
@@ -103,7 +98,6 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors among ``values``, and those in lists and tuples among ``values``."""
     items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
     return [item for item in items if isinstance(item, Tensor)]
 
@@ -113,10 +107,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the integer indices, one tensor per dimension, that equal a boolean ``index``, as meta tensors need them.
-
-    Any other ``index`` (integers or None) is returned unchanged, in a tuple.
-    """
+    """Turn a boolean ``index`` into one of integers per dimension, as meta tensors need it; keep any other."""
     return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
 
 
@@ -130,10 +121,11 @@ class StepMemory:
         """
         weights = memory.live
         with memory:
-            optimizer = head_optimizer(head, phase.optim)
+            optimizers = head_optimizers(head, phase.optim)
             _make_gradients(head)
-            optimizer.step()  # makes the moments
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()  # makes the moments
+                optimizer.zero_grad(set_to_none=True)
             self.optimiser = memory.live - weights
             memory.peak = held = memory.live
             if accumulates:
@@ -141,17 +133,16 @@ class StepMemory:
             memory.operations = 0
             train_step(
                 head,
-                optimizer,
+                optimizers,
                 self._counted(micro_batches(head, phase), memory, held),
                 phase.loss,
                 lr=phase.optim.lr,
                 clip_norm=phase.optim.clip_norm,
             )
-            optimizer.zero_grad(set_to_none=True)
-        self.operations = memory.operations
-        """Floating-point operations of matrix products and attention, two per multiplication with its addition."""
+            head.zero_grad(set_to_none=True)
+        self.operations = memory.operations  # two per multiplication with its addition
+        # Bytes at the peak of the step, with the optimiser's temporary tensors, without weights and moments.
         self.step = memory.peak - held
-        """Bytes at the step's peak without weights and moments. The optimiser's temporary tensors are included."""
 
     def _counted(
         self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats, held: int

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -13,9 +13,9 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
-from drafthead.eval.trees.cost_model import Progress
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.devices import chosen_device, device_of, memory, peak_memory
 from drafthead.system.display import Display, duration
 from drafthead.train.config import RunConfig
@@ -25,19 +25,16 @@ from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
 from drafthead.train.estimate.memory import Estimate, render, size
 from drafthead.train.preflight import check_sources
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 
 class Gpu(NamedTuple):
     """Specifications of a GPU, as its vendor states them."""
 
-    tera_operations: float
-    """Dense bfloat16 operations per second, in units of 10**12."""
-    bandwidth: float
-    """Memory bandwidth in bytes per second, in units of 10**9."""
-    gigabytes: int
-    """Memory in units of 10**9 bytes."""
+    tera_operations: float  # dense bfloat16 operations per second, in units of 10**12
+    bandwidth: float  # bytes per second, in units of 10**9
+    gigabytes: int  # of 10**9 bytes
 
 
 GPUS = {
@@ -51,22 +48,17 @@ GPUS = {
     "H200": Gpu(989, 4800, 141),
     "B200": Gpu(2250, 8000, 180),
 }
-SHARE = 0.4
-"""Assumed share of a GPU's peak operations per second that training reaches."""
-MOST_OPERATIONS = 5e12
-"""Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
-TOO_SHORT = 60.0
-"""If a run takes fewer seconds than this on an A10, no times on GPUs are shown, because set-up would take longer."""
-STEPS = 3
-"""Number of steps to measure; the fastest counts."""
+SHARE = 0.4  # assumed share of a GPU's peak that training reaches
+MOST_OPERATIONS = 5e12  # of a micro-batch whose steps are measured on a CPU; others would take minutes
+TOO_SHORT = 60.0  # seconds on an A10, below which set-up on a GPU takes longer than the run
+STEPS = 3  # to measure; the fastest counts
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
     """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
 
-    "answers" is absent if the built-in decoding does not make them. The time of training is that of its matrix
-    products. The time of a decoding step is that of its matrix products or of reading all weights once, if that is
-    longer.
+    The time of training is that of its matrix products. The time of a decoding step is that of its matrix products or
+    of reading all weights once, if that is longer.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -79,27 +71,19 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 
 
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
-    """Return the number of steps of the last phase with which the whole run takes ``hours``, at least 0.
-
-    ``seconds`` are those of every phase and every other stage of the planned run, by name.
-    """
+    """Return the steps of the last phase with which a run of stages ``seconds`` takes ``hours``, at least 0."""
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
     return max(0, int(left * phase.steps / seconds[name]))
 
 
 def no_step_fits(hours: float, plan: Estimate) -> str:
-    """Return a line with the reason why a run of ``hours`` has no step of its last phase."""
     rest = f"0 steps: the rest of the run leaves no time for {list(plan.phases)[-1]} in {hours:g} h"
     return f"{rest}; lower data.answers.prompts or the steps of other phases"
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Group:
-    """Return a table of a run's least time on each of ``GPUS``.
-
-    Its last column is the number of steps of the last phase with which the run takes ``hours`` (None: no such column).
-    If no step fits on one of them, a line below the table says why.
-    """
+    """Return a table of a run's least time on each of ``GPUS``, and the steps with which it takes ``hours``."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     reason: list[str] = []
@@ -121,11 +105,28 @@ def gpu_table(plan: Estimate, hours: float | None) -> Group:
     return Group(table, *reason)
 
 
-def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Progress) -> dict[str, float]:
+def base_for_times(run: RunConfig, **changes: Any) -> BaseModel:
+    """Load the run's base; instead of downloading a base of known shape, make one with random weights.
+
+    ``changes`` are made to the base's settings.
+    """
+    config = replace(run.base, **changes)
+    if config.shape and not _is_at_hand(config):
+        config = replace(config, random=True, tokenizer="builtin:tiny")
+    return BaseModel.load(config)
+
+
+def untrained_head(run: RunConfig, base: BaseModel) -> DraftHead:
+    """Return a new head of a run. No corpus tells the frequent ids, so the first ids are its draft vocabulary."""
+    config = run.head_config()
+    drafted = torch.arange(config.drafted_ids(base.vocab_size)) if config.draft_vocab_size else None
+    return config.build(base, drafted)
+
+
+def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Display) -> dict[str, float]:
     """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
-    size = run.head_config().draft_vocab_size
-    head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
+    head = untrained_head(run, base)
     if run.trains_base:
         head.train_base(now=False)
     sharding.shard(head.train())
@@ -133,13 +134,13 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Pro
     for name, phase in run.phases.items():
         if run.trains_base:
             head.train_base(now=phase.train_base)
-        optimizer, seconds = head_optimizer(head, phase.optim), []
+        optimizers, seconds = head_optimizers(head, phase.optim), []
         for step in range(STEPS):
-            progress(f"measuring steps of {name} on this machine", step, STEPS)
+            display.progress(f"measuring steps of {name} on this machine", step, STEPS)
             base.synchronise()
             started = perf_counter()
             batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
-            train_step(head, optimizer, batches, phase.loss, lr=1e-5, clip_norm=clip)
+            train_step(head, optimizers, batches, phase.loss, lr=1e-5, clip_norm=clip)
             base.synchronise()
             seconds.append(perf_counter() - started)
         fastest[name] = min(seconds)
@@ -148,7 +149,7 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Pro
 
 
 def why_not_measured(run: RunConfig, plan: Estimate) -> str:
-    """Return the reason why training steps cannot be timed on this machine; an empty string if they can."""
+    """Return the reason why training steps cannot be timed on this machine; empty if they can."""
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
     if plan.devices > 1:
@@ -163,7 +164,6 @@ def why_not_measured(run: RunConfig, plan: Estimate) -> str:
 
 
 def _is_at_hand(base: BaseConfig) -> bool:
-    """Return True if the base can be loaded without downloading it."""
     if base.random or base.name == EMBEDDED:
         return base.random or smollm2_path().exists()
     files = ("model.safetensors", "model.safetensors.index.json")
@@ -207,18 +207,15 @@ def print_estimate(run: RunConfig) -> None:
     if reason:
         console.print(f"time on this machine: not measured, because {reason}")
         return
-    for line in machine_lines(run, local, display.progress):
+    for line in machine_lines(run, local, display):
         console.print(line)
 
 
-def machine_lines(run: RunConfig, plan: Estimate, progress: Progress) -> list[Table | str]:
-    """Return a table and lines about a run's time and memory on this machine, measured in real training steps.
-
-    ``plan`` is the run's estimate for this machine. ``progress`` is called before every step.
-    """
-    progress(f"loading {run.base.name or 'the base'} to measure its steps", 0, 0)
+def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Table | str]:
+    """Return a table and lines about a run's time and memory on this machine, measured in real training steps."""
+    display.line(f"   loading {run.base.name or 'the base'} to measure its steps")
     base = BaseModel.load(run.base)
-    stages = StageDurations(run, base, 1, measured_step(run, base, plan, progress))
+    stages = StageDurations(run, base, 1, measured_step(run, base, plan, display))
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
     # The tables above are computed; a CPU has packed copies of its weights.
     weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"

@@ -17,12 +17,9 @@ from drafthead.train.distributed.sharding import AUTO, PRECISIONS, SHARD_MODES, 
 from drafthead.train.estimate.fake_step import FakeFloats, StepMemory
 
 FLOAT32 = 4
-GATHERED_LAYERS = 2
-"""Layers of a sharded base that are gathered at the same time: the current one and the next one."""
-TOKEN_ID = 4
-"""Bytes of a token id on disk (int32)."""
-CACHED = 2
-"""Bytes of one value of a cached hidden state (float16 or bfloat16)."""
+GATHERED_LAYERS = 2  # of a sharded base at the same time: the current one and the next one
+TOKEN_ID = 4  # bytes on disk (int32)
+CACHED = 2  # bytes per value of a stored hidden state (float16 or bfloat16)
 
 
 class Estimate:
@@ -34,30 +31,25 @@ class Estimate:
     def __init__(self, run: RunConfig, devices: int = 1, per_node: int | None = None, device: str = "cuda") -> None:
         self.phases, self.data, self.shard, self.trains_base = run.phases, run.data, run.shard, run.trains_base
         self.devices, self.device = devices, device
+        # Devices that share one copy of the sharded tensors.
         self.shards = (per_node or devices) if run.shard.hybrid else devices
-        """Devices that share one copy of the sharded tensors."""
         in_float32 = run.base.dtype == "float32" or (run.base.dtype == "auto" and device == "cpu")
         config = replace(run.base, prepack=False)
         dtype = torch.float32 if in_float32 else torch.bfloat16
         self.base = meta_base(run.base.transformers_config(), config, dtype)
         self.head = run.head_config().without_weights(self.base)
         self.head.train()
-        self.head_parameters = self.head.num_parameters()
-        """Parameters of the head without the base's adapters."""
+        self.head_parameters = self.head.num_parameters()  # without the base's adapters
         if run.trains_base:
             self.head.train_base(now=True)
         self.adapters = self.head.num_parameters() - self.head_parameters
-        """Parameters in the base's adapters."""
-        self.trained = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
-        """Trained parameters of the head and of the base's adapters."""
+        self.trained = sum(p.numel() for p in self.head.parameters() if p.requires_grad)  # adapters included
         self.precision = PRECISIONS["float32" if run.shard.precision == AUTO else run.shard.precision]
-        """Dtype in which the head computes; ``auto`` is taken as float32."""
         self._steps: dict[tuple[str, bool], StepMemory] = {}
         self._fake = FakeFloats()
         for tensor in (*self.base.model.state_dict().values(), self.head.target_lm_head.weight):
             self._fake.count(tensor)
-        self.base_bytes = self._fake.live
-        """Bytes of the base's weights, with a copy of its output head over the draft vocabulary."""
+        self.base_bytes = self._fake.live  # with a copy of its output head over the draft vocabulary
         adapted = {p for decoder in self.head.tuned_decoders() for p in decoder.parameters()}
         for parameter in self.head.parameters():
             if parameter not in adapted:
@@ -74,39 +66,30 @@ class Estimate:
         return prompts * (corpus.max_prompt_tokens + corpus.sampler.max_new_tokens)
 
     def rows_per_step(self, name: str) -> int:
-        """Return the number of rows of one optimiser step of a phase, on all devices together."""
         return self.phases[name].rows(self.devices)
 
     def tokens(self, name: str) -> int:
-        """Return the number of tokens that a phase reads, on all devices together."""
         phase = self.phases[name]
         return phase.steps * self.rows_per_step(name) * phase.seq_len
 
     def trained_tokens(self, name: str) -> int:
-        """Estimate the number of tokens that a phase trains on, on all devices together."""
         return round(self.tokens(name) * self.trained_share(name))
 
     def trained_share(self, name: str) -> float:
-        """Estimate the share of trained tokens: all tokens of text, and all tokens of answers except the prompts.
-
-        Prompts and answers are assumed to have the largest allowed length, so the true share can be larger or smaller.
-        """
+        """Estimate the trained share of tokens: all of text, and answers without prompts, at their largest lengths."""
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
 
     def operations(self, name: str) -> float:
-        """Return the floating-point operations of base and head in the phase ``name``, on all devices together."""
         step, phase = self._step(name, accumulates=False), self.phases[name]
         share = self.trained_share(name)
         of_micro_batch = step.base_operations + share * (step.operations - step.base_operations)
         return of_micro_batch * phase.steps * self.rows_per_step(name) / phase.micro_batch_size
 
     def steps(self) -> dict[str, StepMemory]:
-        """Return the operations and bytes of a training step of one micro-batch, by phase."""
         return {name: self._step(name, accumulates=False) for name in self.phases}
 
     def total(self, name: str, mode: str | None = None) -> int:
-        """Return the bytes that a device needs in the phase ``name``; ``mode`` replaces ``shard.mode`` unless None."""
         return sum(self.memory(name, mode).values())
 
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
@@ -152,10 +135,6 @@ class Estimate:
         return memory
 
     def _step(self, name: str, accumulates: bool) -> StepMemory:
-        """Return the costs of a step of the phase ``name`` on one micro-batch.
-
-        ``accumulates``: gradients of an earlier micro-batch exist during the step.
-        """
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)
@@ -165,7 +144,7 @@ class Estimate:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Upper bounds of the bytes on disk, by purpose: answers, stored hidden states (by phase), one checkpoint."""
+        """Upper bounds of the bytes on disk, by purpose."""
         width = self.base.hidden_size * CACHED
         sizes = {"answers": self.answer_tokens * TOKEN_ID}
         storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}
@@ -183,7 +162,6 @@ class Estimate:
 
 
 def render(estimate: Estimate) -> Group:
-    """Return the parameters, tokens, memory and disk of a run as console tables."""
     phases = list(estimate.phases)
     parameters = _table("parameters", "count")
     parameters.add_row("base" if estimate.adapters else "base, frozen", f"{estimate.base.model.num_parameters():,}")
@@ -210,7 +188,6 @@ def render(estimate: Estimate) -> Group:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes as text in binary units, such as ``1.5 GiB``."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

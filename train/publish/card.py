@@ -48,15 +48,8 @@ def write_card(
 ) -> None:
     """Write the model card ``README.md``, ``eval.json`` and, if there is one, the loss curve into ``folder/head``.
 
-    Args:
-        run: Settings of the run.
-        head: Trained head.
-        answers: Numbers of rows and tokens of the answers to train on, without held-out answers.
-        evaluation: Contents of ``eval.json``.
-        quality: Contents of ``quality.json``, which compares a trained base with the original one; None if frozen.
-        folder: Run folder.
-        processes: Number of processes with which the run started.
-        agreement: Line about the transcripts' agreement with the base; None without transcripts.
+    ``evaluation`` and ``quality`` (None: a frozen base) are the contents of ``eval.json`` and ``quality.json``.
+    ``answers`` are the counts of what is trained on.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -113,10 +106,7 @@ def minimal_card(folder: Path) -> None:
 
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
-    """Return the card's front matter, which the Hub searches and shows, with results per task and overall.
-
-    ``evaluation`` is the contents of ``eval.json``. ``licences`` are the base's licence fields by key.
-    """
+    """Return the card's front matter, which the Hub searches and shows, with results per task and overall."""
     sources = [*run.data.text.sources, *run.data.transcripts]
     sources += run.data.answers.sources if run.data.uses_answers else []
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
@@ -168,7 +158,7 @@ def base_licences(base: BaseConfig) -> dict[str, Any]:
 
 
 def base_link(head: DraftHead) -> str:
-    """Return the name of the head's base in Markdown: a link if it is on the Hub, else the name of its folder."""
+    """Return the base's name in Markdown: a link if it is on the Hub, else the name of its folder."""
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
@@ -176,11 +166,7 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> list[tuple[str, str, str]]:
-    """Return (format, engines, fit) for each export format for heads of this type, in Markdown.
-
-    ``engines`` are those whose current release loads the format, or "none". ``fit`` is "yes" if ``head`` can be written
-    in the format, else "no: " and the reasons.
-    """
+    """Return (format, engines that load it now, "yes" or "no: " and reasons) per export format, in Markdown."""
     rows = []
     for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
@@ -197,10 +183,7 @@ def formats(head: DraftHead) -> list[tuple[str, str, str]]:
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return console lines with the commands that export and serve ``head``, for each engine that can load it.
-
-    If no engine can, the lines give the reasons, and the settings that avoid them. ``folder`` holds the head.
-    """
+    """Return the commands that export and serve ``head`` in each engine, or the reasons why none can."""
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     dtype, commands = dtype_name(head.base), dict[str, list[str]]()
     reasons: dict[str, str] = {}
@@ -229,25 +212,18 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Return a sentence with the reasons why no engine loads a head, from the ``rows`` of ``formats``.
-
-    The sentence is empty if no engine loads heads of this type at all.
-    """
+    """Return a sentence with the reasons why no engine loads a head, from the ``rows`` of ``formats``."""
     reasons = [f"to={name.strip('`')}: {fit.removeprefix('no: ')}" for name, engines, fit in rows if engines != "none"]
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
 def contents(run: RunConfig) -> str:
-    """Return a name for the training data other than text: "transcripts", "the base's answers", or both with "and"."""
+    """Name the training data other than text."""
     return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
-    """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
-
-    ``answers`` has the numbers of assistant turns and tokens to train on. ``agreement`` is a line about the
-    transcripts' agreement with the base (None: the run has no transcripts).
-    """
+    """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown."""
     sampler, data = run.data.answers.sampler, run.data
     revision = run.base.revision or getattr(head.base.model_config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
@@ -280,7 +256,7 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
 
 
 def _sources(sources: list[SourceConfig]) -> str:
-    """Return the names of data sources for a public card; a local file is named without its folder."""
+    """Name data sources for a public card; a local file without its folder."""
     names = []
     for s in sources:
         name, details = Path(s.name).name, [s.subset or "", s.split, f"revision {s.revision}" if s.revision else ""]
@@ -295,11 +271,7 @@ def _sources(sources: list[SourceConfig]) -> str:
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
-    """Return the cells of a phase in the card's table: name, data, steps, tokens per step, learning rate, loss.
-
-    ``processes`` is the number of processes with which the run started, on which the tokens of a step may depend.
-    ``answers`` names the data of phases with ``corpus: answers``.
-    """
+    """Return the cells of a phase in the card's table: name, data, steps, tokens per step, learning rate, loss."""
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.rows(processes)
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"

@@ -13,10 +13,7 @@ Row = Mapping[str, Any]
 
 
 class MetricsLog:
-    """The file ``metrics.jsonl``: one JSON object (row) per line. Numbers that are not finite become null.
-
-    The value ``total_step`` of a row is the number of finished optimiser steps over all phases.
-    """
+    """``metrics.jsonl``: a JSON object per line, with ``total_step`` over all phases; NaN becomes null."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,15 +31,11 @@ class MetricsLog:
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all complete rows; empty if nothing was logged."""
         return read_json_lines(self.path)
 
 
 def console_line(row: Row, steps: int) -> str:
-    """Return a row of ``metrics.jsonl`` as one console line. ``steps`` is the number of steps of the row's phase.
-
-    Values with keys ``NAME_loss`` (Medusa-2's base and heads) are shown in brackets after the loss.
-    """
+    """Return a row of ``metrics.jsonl`` as one console line; values ``NAME_loss`` are in brackets after the loss."""
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
     columns = (

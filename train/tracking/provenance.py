@@ -13,18 +13,13 @@ import drafthead
 from drafthead.files.local import write_atomic, write_json
 from drafthead.system.machine import hardware, versions
 
+# Variables that change the results of a run; others may hold secrets.
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables that change the results of a run. Only these are recorded, because others may hold secrets."""
-MAX_DIFF_BYTES = 2_000_000
-"""Largest number of characters of the recorded diff. A larger one is cut, because it comes from data, not from code."""
+MAX_DIFF_BYTES = 2_000_000  # a larger diff is cut, because it comes from data, not from code
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
-    """Write ``recipe.yaml``, ``provenance.json`` and, if the checkout has changes, ``git.diff`` into ``folder``.
-
-    Return a warning line for each file that could not be written; raise nothing. A value of ``provenance.json`` that
-    cannot be determined becomes ``{"error": ...}``.
-    """
+    """Write ``recipe.yaml``, ``provenance.json`` and ``git.diff``; return a warning for each that cannot be written."""
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository is not that repository's commit.
     checkout = root if (root / ".git").exists() else None
@@ -52,7 +47,6 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
 
 
 def _or_error(get_value: Callable[[], Any]) -> Any:
-    """Return the result of ``get_value``, or ``{"error": ...}`` if it raises."""
     try:
         return get_value()
     except Exception as error:  # recording a run must not stop it
@@ -65,7 +59,6 @@ def _git(checkout: Path, *arguments: str) -> str:
 
 
 def _git_state(checkout: Path) -> dict[str, Any]:
-    """Return the commit, and the names of changed and of untracked files."""
     lines = _git(checkout, "status", "--porcelain").splitlines()
     return {
         "commit": _git(checkout, "rev-parse", "HEAD").strip(),

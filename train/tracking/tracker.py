@@ -17,10 +17,10 @@ from drafthead.files.local import read_checksummed_json, write_checksummed_json
 from drafthead.settings.schema import flatten, settings
 
 Row = Mapping[str, Any]
+# Files of a finished run that wandb stores as an artifact.
 RESULT_FILES = ("eval.json", "report.html", "recipe.yaml", "provenance.json", "metrics.jsonl", "plots/*.png")
-"""Files of a finished run that wandb stores as an artifact."""
+# Seconds for wandb's server to start, and for uploads at the end.
 WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "finish_timeout_raises": True}
-"""Seconds that a run waits for wandb's server when it starts, and for uploads when it ends."""
 
 
 @settings(kw_only=True)
@@ -56,11 +56,7 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """Start tracking, and give the run's ``settings`` to the tracker. ``log`` prints a line for the user.
-
-        ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``. ``name`` is the name of the
-        run in the tracker, unless ``config.run_name`` is set.
-        """
+        """Start tracking. ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``."""
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None
@@ -73,7 +69,7 @@ class Tracker:
         self._attempt(lambda: self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step))
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows that a resumed wandb run lacks. ``rows`` are all rows of ``metrics.jsonl``.
+        """Send the rows of ``metrics.jsonl`` that a resumed wandb run lacks.
 
         A killed process may not have sent its last rows. If wandb is offline, all rows are sent, so that its newest
         folder holds the whole run. To TensorBoard nothing is sent, because its files hold all rows.
@@ -84,11 +80,7 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None, failed: bool = False) -> None:
-        """Send the results of the evaluation (to wandb also tables and files), and close the tracker.
-
-        ``evaluation`` is the contents of ``eval.json`` (None: send nothing). If ``failed``, wandb marks the run as
-        failed. Later calls do nothing.
-        """
+        """Send the contents of ``eval.json`` (to wandb also tables and files), and close the tracker."""
         self._attempt(lambda: self._finish(evaluation, failed))
         self._active = False
 
@@ -205,6 +197,5 @@ def wandb_run_id(folder: Path) -> str:
 
 
 def _numbers(row: Row, prefix: str) -> dict[str, float]:
-    """Return the finite numbers of a nested row by ``prefix`` and key, such as ``distill/loss``."""
     flat = flatten(row, "/").items()
     return {f"{prefix}{key}": v for key, v in flat if isinstance(v, (int, float)) and math.isfinite(v)}

@@ -1,17 +1,17 @@
 """Batches of one phase: the rows of each step, and their hidden states."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from time import perf_counter
 
-import datasets
 import numpy as np
+import torch
 from torch import Tensor
 
-from drafthead.data.answers.hidden_states import StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.text.packing import collate
+from drafthead.data.states.source import StatesSource
+from drafthead.data.text.packing import PackedRows
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -33,7 +33,7 @@ class PhaseData:
 
     def __init__(
         self,
-        rows: datasets.Dataset | StreamedRows,
+        rows: PackedRows | StreamedRows,
         base: BaseModel,
         spec: HiddenStatesSpec,
         subset: np.ndarray | None = None,
@@ -41,7 +41,7 @@ class PhaseData:
     ) -> None:
         """Use the rows with numbers ``subset`` (None: all). ``spec`` names the layers of hidden states to return."""
         self.rows, self.base, self.spec, self.seed = rows, base, spec, seed
-        self.cache: StoredHiddenStates | None = None
+        self.states: StatesSource | None = None
         """Hidden states on disk. With None, the base computes hidden states when rows are loaded."""
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the reading thread since the trainer last set this to 0."""
@@ -52,6 +52,12 @@ class PhaseData:
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
+
+    def store(self, states: StatesSource, numbers: Sequence[int]) -> None:
+        """Read hidden states from ``states``, which are made now for the documents of the rows ``numbers``."""
+        assert isinstance(self.rows, PackedRows)
+        states.prepare(self.rows.documents_of(numbers))
+        self.states = states
 
     def load(self, numbers: list[int]) -> Batch:
         """Return the rows ``numbers`` and the base's hidden states at their tokens, on the base's device."""
@@ -66,27 +72,31 @@ class PhaseData:
                 upcoming = None if numbers is None else reader.submit(self.read, numbers)
                 if current is not None:
                     started = perf_counter()
-                    batch, cached = current.result()
+                    batch, stored = current.result()
                     self.waited_s += perf_counter() - started
-                    yield self.with_hidden_states(batch, cached)
+                    yield self.with_hidden_states(batch, stored)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
-        """Return the rows ``numbers`` and their hidden states from disk (None without ``cache``), in host memory."""
-        if isinstance(self.rows, StreamedRows):
-            return self.rows.batch(numbers), None
-        batch = collate(self.rows, numbers)
-        if self.cache is None:
+        """Return the rows ``numbers`` and their hidden states from disk, in host memory; None without ``states``."""
+        batch = self.rows.batch(numbers)
+        if self.states is None or isinstance(self.rows, StreamedRows):
             return batch, None
-        values = self.cache.read(numbers)
+        pieces = [(b, piece) for b, number in enumerate(numbers) for piece in self.rows.row(number)]
+        stored = self.states.read([piece.document for _, piece in pieces])
+        values = stored[0].new_zeros(*batch.input_ids.shape, stored[0].shape[-1])
+        for (b, piece), states in zip(pieces, stored, strict=True):
+            end = piece.start + piece.length
+            values[b, piece.offset : piece.offset + piece.length] = states[piece.start : end]
         # Pinned memory is copied to the device without waiting.
         return batch, pinned(values, self.base.device)
 
-    def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
-        """Move rows to the base's device, with ``cached`` hidden states; if None, the base computes the states."""
+    def with_hidden_states(self, batch: TrainBatch, stored: Tensor | None) -> Batch:
+        """Move rows to the base's device, with ``stored`` hidden states; if None, the base computes the states."""
         batch = batch.to(self.base.device)
-        if cached is None:
+        if stored is None:
             return batch, self.base.hidden_states(batch, self.spec)
-        return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
+        values = stored.to(self.base.device, non_blocking=True).to(torch.float32)
+        return batch, HiddenStates.split(values, self.base.hidden_size)
 
     def numbers(self, first: int, count: int) -> list[int]:
         """Return ``count`` row numbers of the endless sequence of shuffled epochs, from index ``first`` (0-based)."""
@@ -118,7 +128,7 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
 
 
 def open_phase(
-    corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
+    corpora: Corpora, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
 ) -> PhaseData:
     """Open the rows of a phase's corpus, in the training order of ``seed``.
 
@@ -128,40 +138,39 @@ def open_phase(
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec)
     if phase.corpus == "text":
-        rows, prompts = corpora.text_rows(phase.seq_len), None
+        rows = corpora.text_rows(phase.seq_len)
         if phase.train_base:
-            rows = rows.select(range(len(rows) - _rows_left_out(rows)))
+            rows = rows.span(0, len(rows) - _rows_left_out(rows))
     else:
-        rows, prompts = corpora.answer_rows(phase.seq_len, held_out=False)
+        rows = corpora.answer_rows(phase.seq_len, held_out=False)
     subset: np.ndarray | None = None
     if phase.max_tokens is not None:
         # Random rows with about this many trained tokens; larger subsets contain smaller ones.
-        trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
         order = np.random.default_rng(0).permutation(len(rows))
-        subset = order[: 1 + np.searchsorted(np.cumsum(trained[order]), phase.max_tokens)]
+        subset = order[: 1 + np.searchsorted(np.cumsum(rows.trained_tokens[order]), phase.max_tokens)]
     data = PhaseData(rows, corpora.base, spec, subset, seed)
     if phase.store_hidden_states:
         needed = len(data.subset) if num_rows is None else min(num_rows, len(data.subset))
-        data.cache = corpora.stored_hidden_states(rows, name, spec, prompts, set(data.numbers(0, needed)))
+        data.store(corpora.states(phase.corpus, rows.documents, spec), data.numbers(0, needed))
     return data
 
 
 def open_held_out(
-    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, cached: bool, base: BaseModel | None = None
+    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, stored: bool, base: BaseModel | None = None
 ) -> PhaseData:
     """Open the held-out answers in rows of ``seq_len`` tokens.
 
-    If ``cached``, missing hidden states are computed and stored now. ``base`` is the model whose hidden states are read
+    If ``stored``, missing hidden states are computed and stored now. ``base`` is the model whose hidden states are read
     (None: the corpora's base). States of any other model, such as a trained base, are never stored.
     """
-    rows, prompts = corpora.answer_rows(seq_len, held_out=True)
+    rows = corpora.answer_rows(seq_len, held_out=True)
     data = PhaseData(rows, corpora.base if base is None else base, spec)
-    if cached and data.base is corpora.base:
-        data.cache = corpora.stored_hidden_states(rows, "held-out", spec, prompts)
+    if stored and data.base is corpora.base:
+        data.store(corpora.states("answers", rows.documents, spec), range(len(rows)))
     return data
 
 
-def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
+def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> PackedRows | None:
     """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text.
 
     Phases that train only the head may have trained on these rows. ``phases`` are the run's phases by name.
@@ -172,10 +181,10 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
         return None
     rows = corpora.text_rows((base_phases or text_phases)[0].seq_len)
     count = _rows_left_out(rows) if base_phases else min(len(rows), MAX_UNSEEN_ROWS)
-    return rows.select(range(len(rows) - count, len(rows)))
+    return rows.span(len(rows) - count, len(rows))
 
 
-def _rows_left_out(rows: datasets.Dataset) -> int:
+def _rows_left_out(rows: PackedRows) -> int:
     """Return how many of the last text rows ``train_base`` phases leave out.
 
     It is a tenth of ``rows``, but at least 1 and at most ``MAX_UNSEEN_ROWS``.

@@ -1,8 +1,7 @@
 """AdamW and Muon, and the learning rate as a function of the step."""
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -79,15 +78,13 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * min(rise, config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
-def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
-    """Return the optimiser of a head's trainable parameters, which include the base's adapters if these are trained.
+def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
+    """Return the optimisers of a head's trainable parameters, which include the base's adapters if these are trained.
 
     ``config.name="muon"`` uses Muon for the weights of linear layers, except projections to the vocabulary, and AdamW
     for all other parameters. A head without trainable parameters is a ``UserError``.
 
-    The training loop sets each group's ``lr`` before every step, to ``lr_at(...)`` times the group's ``lr_mult``.
-    Groups are sorted by multiplier, matrices first, with parameters in the head's order. A resumed run relies on this
-    order.
+    The training step sets each group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``.
     """
     muon_ids = set[int]()
     if config.name == "muon":
@@ -100,51 +97,27 @@ def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
         if parameter.requires_grad:
             groups = muon_groups if id(parameter) in muon_ids else adamw_groups
             groups.setdefault((head.lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
-    if not adamw_groups and not muon_groups:
+    optimizers: list[Optimizer] = []
+    if muon_groups:
+        # Scaled to the size of AdamW's updates (2502.16982).
+        scaled = {"lr": config.lr, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(_torch_groups(muon_groups, config), **scaled))
+    if adamw_groups:
+        # torch's multi-tensor operations cannot mix sharded and whole parameters.
+        mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())
+        foreach, betas = False if mixed else None, (config.betas[0], config.betas[1])
+        optimizers.append(AdamW(_torch_groups(adamw_groups, config), lr=config.lr, betas=betas, foreach=foreach))
+    if not optimizers:
         raise UserError(
             "the head has no trainable parameter; unfreeze a part of it with the settings head.*, or register a new "
             "head's layers as attributes or in an nn.ModuleList"
         )
-
-    def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return ``groups`` in torch's format. Only matrices get weight decay.
-
-        The keys of ``groups`` are (learning-rate multiplier, whether the parameters are vectors).
-        """
-        return [
-            {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
-            for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])
-        ]
-
-    optimizers: list[Optimizer] = []
-    if muon_groups:
-        # Scaled to the size of AdamW's updates (2502.16982).
-        optimizers.append(
-            torch.optim.Muon(
-                settings(muon_groups), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-            )
-        )
-    if adamw_groups:
-        # torch's multi-tensor operations cannot mix sharded and whole parameters.
-        mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())
-        betas = (config.betas[0], config.betas[1])
-        optimizers.append(AdamW(settings(adamw_groups), lr=config.lr, betas=betas, foreach=False if mixed else None))
-    return optimizers[0] if len(optimizers) == 1 else _JoinedOptimizer(optimizers)
+    return optimizers
 
 
-class _JoinedOptimizer(Optimizer):
-    """Several optimisers as one. Their groups and states are saved and loaded together."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run one step of each optimiser; ``closure`` must be None."""
-        assert closure is None
-        groups = iter(self.param_groups)
-        for optimizer in self._optimizers:
-            # ``load_state_dict`` replaces our state and groups by new objects, so hand them on before every step.
-            optimizer.state, optimizer.param_groups = self.state, list(islice(groups, len(optimizer.param_groups)))
-            optimizer.step()
+def _torch_groups(groups: dict[tuple[float, bool], list[nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
+    """Return ``groups`` in torch's format; keys are (learning-rate multiplier, True for vectors, which never decay)."""
+    return [
+        {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
+        for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])
+    ]

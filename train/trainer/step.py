@@ -40,11 +40,12 @@ class StepResult:
 
     def metrics(self) -> dict[str, float]:
         """Return the results as floats: mean ``loss`` per trained token, ``grad_norm``, and the head's own metrics."""
-        return {**_metrics(self.total), "grad_norm": float(self.grad_norm)}
+        return {**mean_metrics([self.total]), "grad_norm": float(self.grad_norm)}
 
 
-def _metrics(total: LossOutput) -> dict[str, float]:
+def mean_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
     """Return the mean ``loss`` per trained token (nan without any) and the head's metrics by name, each a ratio."""
+    total = _added(outputs)
     ratios = {name: ratio.value for name, ratio in total.ratios().items()}
     return {"loss": float(total.loss_sum / total.tokens), **ratios}
 
@@ -60,7 +61,7 @@ def _added(outputs: Sequence[LossOutput]) -> LossOutput:
 
 def train_step(
     head: DraftHead,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     micro_batches: Iterable[tuple[TrainBatch, HiddenStates]],
     loss: LossConfig,
     *,
@@ -75,7 +76,7 @@ def train_step(
 
     Gradients of summed losses are accumulated, summed over the processes, divided by the number of trained tokens and
     clipped. The step waits for the device once, for the numbers that ``should_skip`` gets. If no token is trained, the
-    optimiser still takes a step, with gradients of 0.
+    optimisers still take a step, with gradients of 0.
 
     Args:
         micro_batches: Batches and the base's hidden states at their tokens, at least one.
@@ -88,11 +89,10 @@ def train_step(
             or None to apply it. It is not called if no token is trained.
         profile_hook: Function called with "head" after each backward pass, and with "optimiser" at the step's end.
     """
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     outputs = []
     for batch, base_hidden in micro_batches:
-        # If the head is sharded or trains in bfloat16, ``sharding.py`` has replaced ``head.loss`` (``with_gradient``).
-        # That includes a single process with ``precision: auto``, on a CPU that multiplies faster in bfloat16.
         out = head.loss(batch, base_hidden, loss, share_done)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
@@ -106,13 +106,14 @@ def train_step(
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = (gradient if isinstance(gradient, DTensor) else reduce(gradient)) / tokens.clamp(min=1)
     norm = clip_gradients(parameters, clip_norm or torch.inf)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_sum = reduce(total.loss_sum)
     trained, mean, grad_norm = torch.stack([tokens, loss_sum / tokens, norm]).tolist()
     skip_reason = should_skip(mean, grad_norm) if trained else None
     if skip_reason is None:
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_mult", 1.0)
+            optimizer.step()
     profile_hook("optimiser")
     reduced = replace(total, loss_sum=loss_sum, tokens=tokens, sums=reduce(total.sums))
     return StepResult(reduced, norm, skip_reason)
@@ -136,8 +137,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 
 
 @torch.no_grad()
-def evaluate_loss(
-    head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
-) -> dict[str, float]:
-    """Return the mean loss per trained token ("loss") and the head's metrics over ``batches`` (at least one)."""
-    return _metrics(_added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]))
+def evaluate_loss(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates, loss: LossConfig) -> LossOutput:
+    """Return the loss of a batch without gradients, in host memory."""
+    out = head.loss(batch, base_hidden, loss)
+    return replace(out, loss_sum=out.loss_sum.cpu(), tokens=out.tokens.cpu(), sums=out.sums.cpu())

@@ -1,6 +1,7 @@
 """The training loop: phases in order, a console line every ``log_every`` steps, checkpoints that resume exactly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -9,27 +10,51 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from drafthead.data.text.packing import digest_rows
-from drafthead.data.text.streaming import StreamedRows
-from drafthead.errors import UserError
+from drafthead.data.batch import LossOutput
+from drafthead.data.text.packing import PackedRows
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import difference
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import NonNegative, Positive
+from drafthead.system.devices import unchanged_rng
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import Launch
-from drafthead.train.distributed.sharding import load_optimizer
+from drafthead.train.distributed.sharding import full_state_dict, load_optimizers
 from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 from drafthead.train.tracking.tracker import Tracker
+from drafthead.train.trainer import checkpoint
 from drafthead.train.trainer.batches import Batch, PhaseData, open_held_out, open_phase, split_rows
 from drafthead.train.trainer.boost import boosted, load_first
-from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
+from drafthead.train.trainer.checkpoint import Checkpoint
 from drafthead.train.trainer.loss_spikes import skip_reason
-from drafthead.train.trainer.optim import head_optimizer, lr_at
-from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
+from drafthead.train.trainer.optim import head_optimizers, lr_at
+from drafthead.train.trainer.step import StepResult, evaluate_loss, mean_metrics, train_step
+
+
+@pydantic_dataclass(kw_only=True, config=ConfigDict(strict=True))
+class TrainState:
+    """The progress of a run between two steps."""
+
+    phase: NonNegative = 0
+    """Index (from 0) of the phase that continues; the number of phases if all are finished."""
+    step: NonNegative = 0
+    """Optimiser steps finished in the phase: the position in its schedule and data."""
+    global_step: NonNegative = 0
+    """Optimiser steps finished over all phases, as in the checkpoint's name."""
+    processes: Positive = 1
+    """Number of processes with which the run started. Resuming with another number keeps the rows of a step."""
+    score: float | None = None
+    """Held-out mean accepted length after the latest step; None if it was not measured there."""
+    losses: list[float | None] = field(default_factory=list)
+    """Losses of the phase's latest ``loss_spikes.window`` steps, oldest first; None for a skipped update."""
 
 
 class Trainer:
@@ -41,25 +66,26 @@ class Trainer:
         self.run, self.head, self.corpora, self.launch, self.tracker = run, head, corpora, launch, tracker
         self.processes, self.sharding, self.display = launch.processes, launch.sharding, launch.display
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.checkpoints = CheckpointManager(run, head, corpora, folder, launch)
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.state = TrainState(processes=self.processes.count)
+        best = checkpoint.best_of(checkpoint.checkpoints(self.checkpoints))
+        score = checkpoint.saved_state(best)["score"] if best else None
+        self.best_score: float | None = self.processes.gather(score)[0]
+        self._trained_on: dict[str, Any] = {}
+        """Manifests of the corpora in the checkpoint from which the run resumed; empty if it did not resume."""
 
     def train(self) -> None:
         """Train through every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
-        checkpoint = self.checkpoints.restore()
-        state = self.state = self.checkpoints.state
+        resumed = self._restore()
+        state = self.state
         if self.launch.is_main:
             self.log.truncate(state.global_step)
             if self.tracker is not None:
                 self.tracker.replay(self.log.rows())
         names = list(self.run.phases)
-        if self.sharding.shards_base:  # fill the caches while a process can still run the base
-            with self.launch.main_process_first(self.run.per_node_data):
-                for name in names[state.phase :]:
-                    self._open(name)
-                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
         self.sharding.shard(self.head)
         while state.phase < len(names):
             name = names[state.phase]
@@ -68,22 +94,22 @@ class Trainer:
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}, {batch}"):
                 if self.run.trains_base:
                     self.head.train_base(now=phase.train_base)
-                optimizer = head_optimizer(self.head, phase.optim)
-                if checkpoint is not None and state.step:
-                    load_optimizer(self.head, optimizer, checkpoint.optimizer)
-                self._train_phase(name, phase, optimizer)
-            checkpoint = None
+                optimizers = head_optimizers(self.head, phase.optim)
+                if resumed is not None and state.step:
+                    load_optimizers(self.head, optimizers, resumed.optimizer)
+                self._train_phase(name, phase, optimizers)
+            resumed = None
             state.phase, state.step, state.losses = state.phase + 1, 0, []
 
-    def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
+    def _train_phase(self, name: str, phase: PhaseConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take the remaining steps of a phase, and log, validate, save and stop between them."""
-        with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
+        with unchanged_rng():
             data = self._open(name)
-            cached = phase.store_hidden_states or self.sharding.shards_base
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
-        if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # all nodes stream the same sources
-            self._check_common(name, digest_rows(data.rows))
-        self.checkpoints.check_corpora()
+            spec, stored = self.head.spec, phase.store_hidden_states
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, stored)
+        if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
+            self._check_common(name, data.rows.digest)
+        self._check_corpora()
         if phase.corpus == "answers":
             reads = phase.steps * phase.rows(self.state.processes) / len(data.subset)
             self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
@@ -97,7 +123,7 @@ class Trainer:
             started, first = perf_counter(), state.step
             while state.step < phase.steps:
                 lr = lr_at(phase.optim, state.step, phase.steps)
-                result = self._step(phase, batches, optimizer, lr)
+                result = self._step(phase, batches, optimizers, lr)
                 if result.skip_reason is None:
                     unlogged = result if unlogged is None else unlogged + result
                 else:
@@ -107,7 +133,7 @@ class Trainer:
                         f"{skipped} of at most {config.limit} among the last {config.window}"
                     )
                     if skipped > config.limit:
-                        raise self.checkpoints.diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
+                        raise self._diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
                 stop = self.processes.all_reduce_max(signals.stop_signal())
                 is_last = state.step == phase.steps
                 if unlogged is not None and (is_last or stop or state.step % self.run.log_every == 0):
@@ -119,7 +145,7 @@ class Trainer:
                 if is_last or (not stop and state.step % self.run.validate_every == 0):
                     is_best = self._validate(name, phase, held_out)
                 if is_last or stop or is_best or state.step % self.run.checkpoint.every_steps == 0:
-                    self.checkpoints.save(optimizer, end_of_phase=is_last)
+                    self._save(optimizers, end_of_phase=is_last)
                 if stop:
                     raise signals.Stopped(stop, f"after step {state.global_step} (over all phases), which is saved")
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
@@ -135,13 +161,13 @@ class Trainer:
             )
 
     def _step(
-        self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
+        self, phase: PhaseConfig, batches: Iterator[Batch], optimizers: Sequence[torch.optim.Optimizer], lr: float
     ) -> StepResult:
         state = self.state
         count = phase.micro_batches(self.processes.count, phase.rows(self.state.processes))
         result = train_step(
             self.head,
-            optimizer,
+            optimizers,
             islice(batches, count),
             phase.loss,
             lr=lr,
@@ -159,7 +185,7 @@ class Trainer:
         phase = self.run.phases[name]
         seed = self.run.seed * 1000 + list(self.run.phases).index(name)
         return open_phase(
-            self.corpora, name, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
+            self.corpora, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
         )
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
@@ -202,19 +228,21 @@ class Trainer:
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
         """Measure and log loss and acceptance on held-out answers; return True if the accepted length is a new best."""
+        # Passes and the order of sums do not depend on the number of processes, so neither does the score.
+        rows = max(1, phase.micro_batch_size * phase.seq_len // self.run.answer_row_length)
+        passes = [list(range(start, min(start + rows, len(held_out)))) for start in range(0, len(held_out), rows)]
+        count, results = self.processes.count, list[tuple[list[Ranks], LossOutput]]()
         self.head.eval()
-        answers: list[Ranks] = []
-
-        def batches() -> Iterator[Batch]:
+        for first in range(0, len(passes), count):  # all processes make as many passes, because the head may be sharded
             label = f"held-out answers after {self.state.step} steps"
-            for number in range(len(held_out)):
-                self.display.progress(label, number, len(held_out), after=10.0)
-                batch, base_hidden = held_out.load([number])
-                answers.extend(answer_ranks(self.head, batch, base_hidden))
-                yield batch, base_hidden
-
-        metrics = evaluate_loss(self.head, batches(), phase.loss)
+            self.display.progress(label, first, len(passes), after=10.0)
+            batch, base_hidden = held_out.load(passes[(first + self.processes.rank) % len(passes)])
+            ranks = answer_ranks(self.head, batch, base_hidden)
+            results.append((ranks, evaluate_loss(self.head, batch, base_hidden, phase.loss)))
         self.head.train()
+        in_order = [result for round_ in zip(*self.processes.gather(results), strict=True) for result in round_]
+        answers = [ranks for each, _ in in_order[: len(passes)] for ranks in each]
+        metrics = mean_metrics([output for _, output in in_order[: len(passes)]])
         # The score is the mean accepted length of greedy decoding with a chain over all draft positions.
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
         length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length
@@ -226,7 +254,7 @@ class Trainer:
             f"   held out after {self.state.step} steps: top-1 acceptance by depth {acceptance}; mean accepted length "
             f"{length:.2f} with a chain of {self.head.depth}, on {len(answers)} answers"
         )
-        return self.checkpoints.record_score(length)
+        return self._record_score(length)
 
     def _publish(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         """Add phase and step to ``values``, write them to ``metrics.jsonl`` and the tracker, and return the row."""
@@ -237,3 +265,102 @@ class Trainer:
             if self.tracker is not None:
                 self.tracker.log(row, step=state.global_step)
         return row
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _record_score(self, score: float) -> bool:
+        """Record a held-out mean accepted length; return True if it is the largest of the run so far.
+
+        All processes must call this at the same time. The score of rank 0 counts.
+        """
+        self.state.score = score = self.processes.gather(score)[0]  # either all processes save or none
+        is_best = self.best_score is None or score > self.best_score
+        self.best_score = score if is_best else self.best_score
+        return is_best
+
+    def _save(self, optimizers: Sequence[torch.optim.Optimizer], end_of_phase: bool) -> None:
+        """Save a checkpoint on the main process; all processes must call this. Reject weights that are not finite.
+
+        ``end_of_phase``: the phase is finished, so that a resumed run starts with the next one.
+        """
+        weights, moments = full_state_dict(self.head, optimizers)
+        rng, state = self.processes.gather(checkpoint.capture_rng()), self.state
+        if self.processes.rank:
+            return
+        broken = [name for name, t in weights.items() if not bool(torch.isfinite(t).all())]
+        if broken:
+            raise self._diverged(f"{broken[0]} is not finite")
+        if end_of_phase:
+            state = replace(state, phase=state.phase + 1, step=0, losses=[])
+        checkpoint.save_checkpoint(
+            self.checkpoints,
+            state.global_step,
+            asdict(state),
+            weights,
+            moments,
+            rng=rng,
+            manifests=self.corpora.manifests,
+            keep=self.run.checkpoint.keep,
+        )
+
+    def _restore(self) -> Checkpoint | None:
+        """Restore head, ``state`` and random generators from the newest intact checkpoint, on every process.
+
+        Return the checkpoint, whose moments the caller must load; None if there is no checkpoint.
+        """
+        newest, processes = checkpoint.load_latest(self.checkpoints), self.processes
+        names = processes.gather(None if newest is None else newest.path.name)
+        odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if odd is not None:
+            raise UserError(
+                f"process 0 resumes from {names[0]}, but process {odd} from {names[odd]}: {self.checkpoints} must be "
+                "one folder that all processes see; put out=... on a shared file system"
+            )
+        if newest is None:
+            return None
+        for warning in newest.warnings:
+            self.display.line(f"warning: {warning}")
+        try:
+            state = self.state = TrainState(**newest.state)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{newest.path} is not of a training run ({one_line(error)}); start over with resume=false"
+            ) from None
+        if state.phase > len(self.run.phases):
+            raise UserError(
+                f"{newest.path} is of a run with more phases than the {len(self.run.phases)} of this recipe; start "
+                "over with resume=false"
+            )
+        self._trained_on, saved_count = newest.manifests, len(newest.rng)
+        checkpoint.load_weights(self.head, newest)
+        if processes.rank < saved_count:
+            checkpoint.restore_rng(newest.rng[processes.rank])
+        else:
+            set_seed(self.run.seed + state.global_step * processes.count + processes.rank)
+        self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
+        if saved_count != processes.count:
+            self.display.line(
+                f"   on {processes.count} processes instead of {saved_count}: each step keeps its rows, divided among "
+                "the new processes; sums round differently, and dropout draws other random numbers"
+            )
+        return newest
+
+    def _check_corpora(self) -> None:
+        """Raise a ``UserError`` if a corpus has changed since the checkpoint from which the run resumed."""
+        for name, manifest in self.corpora.manifests.items():
+            changed = difference(self._trained_on[name], manifest) if name in self._trained_on else None
+            if changed is not None:
+                key, saved_value, value = changed
+                raise UserError(
+                    f"the run in {self.folder} was trained on {name} with {key} = {saved_value}, but the corpus now "
+                    f"has {value}; restore that corpus, or start over with resume=false"
+                )
+
+    def _diverged(self, reason: str) -> UserError:
+        """Return the error that ends a diverged run; ``reason`` says how it diverged."""
+        name = list(self.run.phases)[self.state.phase]
+        return UserError(
+            f"phase {name}, step {self.state.step}: {reason}; training stopped, and {self.checkpoints} has the last "
+            f"good weights. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over with "
+            "resume=false, or change the limits in loss_spikes"
+        )

@@ -7,8 +7,9 @@ input width, D base width.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,31 @@ Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
 
 
+Module, Inputs, Output = TypeVar("Module", bound=nn.Module), TypeVarTuple("Inputs"), TypeVar("Output")
+
+
+def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module, *Inputs], Output]:
+    """Let the backward pass call ``method`` again, instead of storing activations, if ``gradient_checkpointing``."""
+
+    @wraps(method)
+    def call(module: Module, *inputs: *Inputs) -> Output:
+        # Without gradients, ``checkpoint`` would read random states, which waits for the device.
+        if not (module.gradient_checkpointing and torch.is_grad_enabled()):
+            return method(module, *inputs)
+        output: Output = checkpoint(method, module, *inputs, use_reentrant=False)
+        return output
+
+    return call
+
+
 class HeadAttention(nn.Module):
     """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding.
 
     If the base rotates differently from Llama, Llama's rotary embedding with the base's theta is used.
     """
+
+    gradient_checkpointing = False
+    """Set by ``shard.checkpointing``, as in transformers' layers."""
 
     def __init__(
         self,
@@ -104,6 +125,7 @@ class HeadAttention(nn.Module):
             key = self.k_norm(key)
         return rotate(key, *self.rotation(x, positions)).transpose(1, 2), value.transpose(1, 2)
 
+    @recomputed
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Return the attention's output after its output projection, [B, T, D].
 
@@ -240,6 +262,8 @@ def head_rope(base: BaseParts) -> dict[str, Any]:
 class HeadDecoderLayer(nn.Module):
     """Pre-norm decoder layer: norm, attention, residual; norm, MLP, residual. It starts as the identity."""
 
+    gradient_checkpointing = False
+
     def __init__(
         self,
         base: BaseParts,
@@ -262,6 +286,7 @@ class HeadDecoderLayer(nn.Module):
         """Map inputs [B, T, I] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
         return self.add_mlp(x, self.self_attn(self.normed(x), positions, mask, cache))
 
+    @recomputed
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the layer's inputs ``x`` [B, T, I], as ``HeadAttention.states`` does."""
         return self.self_attn.states(self.normed(x), positions)
@@ -275,6 +300,7 @@ class HeadDecoderLayer(nn.Module):
         """Return the residual stream [B, T, D], to which attention is added, from the layer's input ``x`` [B, T, I]."""
         return x
 
+    @recomputed
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output [B, T, D] from its input ``x`` [B, T, I] and the attention's output [B, T, D]."""
         hidden = self.residual(x) + attended

@@ -380,10 +380,6 @@ class DraftHead(nn.Module, Drafter):
         """Return those of ``draft_targets`` that a training step uses; by default, all of them."""
         return draft_targets
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        """Return (module, method name) pairs: the calls whose activations activation checkpointing recomputes."""
-        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
-
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         """The head's own decoder layers from first to last; empty by default."""

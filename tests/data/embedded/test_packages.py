@@ -65,7 +65,7 @@ def test_a_failed_download_names_a_remedy_that_works(wheel: Path) -> None:
 
 def test_another_file_of_the_same_name_is_refused(wheel: Path) -> None:
     fetch("toy").write_bytes(b"x")
-    with pytest.raises(UserError, match=f"{WHEEL} is not the pinned"):
+    with pytest.raises(UserError, match=f"{WHEEL} does not have the pinned sha256"):
         fetch("toy")
 
 
@@ -80,7 +80,6 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_conversion_is_whole_or_absent(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted conversion leaves no folder that looks complete; the next one cleans up, and is used again."""
     interrupts = [KeyboardInterrupt]
 
     def convert(source: Path, target: Path) -> None:
@@ -105,7 +104,6 @@ def test_conversion_is_whole_or_absent(wheel: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_embedded_model_and_data() -> None:
-    """The four fixes hold on the real files, and the sets have the sizes that the documentation says."""
     from transformers import AutoConfig, AutoTokenizer
 
     from drafthead.data.text.sources import SourceConfig, load_documents, load_prompts

@@ -48,29 +48,16 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_empty_prompts_cost_only_themselves(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.jsonl", {"prompt": " "}, {"input_ids": []}, {"turns": ["Hi", ""]}, {"prompt": "fine"})
-    assert [p.turns for p in read_jsonl(path)] == [1, 1, 2, 1]
-
-
 BROKEN = [
     ("{", "line 2 is not valid JSON"),
-    ("[" * 100_000, "line 2 is not valid JSON"),
-    ("[1]", "line 2 holds a list"),
     ('{"text": "x"}', r"line 2 holds the keys \['text'\]"),
-    ('{"prompt": "x", "messages": []}', r"line 2 holds the keys \['messages', 'prompt'\]"),
-    ('{"prompt": 3}', "line 2 holds a int: 3"),
     ('{"prompt": null}', "line 2 holds a NoneType"),
-    ('{"turns": ["x", 3]}', "line 2 holds a list"),
     ('{"input_ids": [1, true]}', "line 2 holds a list"),
-    ('{"input_ids": [1.0]}', "line 2 holds a list"),
     ('{"input_ids": [4, -1]}', "line 2 has the negative token id -1"),
     ('{"messages": [{"role": "user"}]}', "line 2 holds a turn of role 'user' with a NoneType as content"),
-    ('{"messages": [{"role": "User", "content": "x"}]}', "line 2 holds a turn of role 'User' .* among system, user"),
     ('{"messages": [{"role": "assistant", "content": "y"}]}', "line 2 holds a conversation without a user's turn"),
     ('{"prompt": "x", "task": 3}', "line 2 has a task .*a int: 3"),
     ('{"prompt": "\\ud800"}', "line 2 holds half a character"),
-    ('{"prompt": "x", "task": "\\ud800"}', "line 2 holds half a character"),
     ('{"prompt": "q", "tools": [{"name": "f"}]}', "line 2 has tools, which suites do not read"),
     ('{"prompt": "q", "system": 3}', "line 2 .*has a int as system prompt"),
     (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8"),
@@ -87,9 +74,6 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, message: str)
 
 def test_all_broken_lines_are_listed_up_to_five(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + "3\n" * 4)
-    with pytest.raises(UserError, match=r"line 2 .*line 3 .*line 4 .*line 5 holds a int, [^;]*; each line must be"):
-        read_jsonl(path)
     path.write_text("3\n" * 12)
     with pytest.raises(UserError, match=r"line 5 holds a int, [^;]*; and 7 more; each line must be") as error:
         read_jsonl(path)
@@ -177,18 +161,15 @@ def test_a_hub_dataset_with_a_configuration(
 
 
 def test_bad_datasets_say_what_to_do(tmp_path: Path) -> None:
-    path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2], when=["a", None])
+    path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2])
     save(tmp_path / "mixed" / "train.parquet", prompt=["x"])
     save(tmp_path / "mixed" / "test.parquet", prompt=["x"], task=["y"])
     (tmp_path / "notes.txt").write_text("x")
     for spec, message in {
-        f"{path}:train:question": "column 'question'.*answer, number, when",
+        f"{path}:train:question": "column 'question'.*answer, number",
         str(path): "column among prompt, messages",
         f"{path}:train:number": "row 0 .*row 1 .*column 'number'",
-        f"{path}:train:when": "row 1 holds a NoneType: None; column 'when'",
         f"{path}:nowhere:answer": "split nowhere",
-        f"{save(tmp_path / 'none.parquet', prompt=[])}:train": "split train.* could not be read: .*no data",
-        "/absent/set.parquet:train": "/absent/set.parquet",
         f"{tmp_path / 'mixed'}:test": "DatasetGenerationError",
         str(tmp_path / "notes.txt"): "is a file, but none of .parquet, .arrow",
         "": r"is not hf:NAME\[:SPLIT",

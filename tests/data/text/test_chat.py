@@ -20,7 +20,7 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (None, "has no chat template.*give the base a chat template"),
+        (None, "has no chat template; use an instruction-tuned base"),
         ("{{ raise_exception('roles must alternate') }}", "refuses messages with roles.*roles must alternate"),
         ("{{ 1 + messages[0].content }}", "refuses messages with roles.*unsupported operand"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of the user's messages"),

@@ -29,7 +29,6 @@ def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
 
 
 def test_a_few_prompts_of_a_large_file_take_little_memory(tmp_path: Path) -> None:
-    """They are the first of all prompts, as shuffled by the seed."""
     source = jsonl(
         tmp_path / "x.jsonl", [{"prompt": f"What is {n}?" + 500 * " why?"} for n in range(500)], column="prompt"
     )
@@ -72,7 +71,6 @@ def test_text_files(tmp_path: Path) -> None:
         ([USER, ASSISTANT, USER], [USER]),
         ([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], [USER]),
         ([{"role": "system", "content": "s"}, USER, ASSISTANT], [{"role": "system", "content": "s"}, USER]),
-        ([{"role": "user", "content": "1"}, USER, ASSISTANT], [{"role": "user", "content": "1"}, USER]),
         ([ASSISTANT, USER], None),
         ([{"role": "system", "content": "s"}], None),
         ([{"role": "user", "content": " "}, ASSISTANT], None),
@@ -89,10 +87,9 @@ def test_prompts_end_before_the_first_answer(tmp_path: Path, value: Any, expecte
     [
         ("{", "x.jsonl line 2 is not valid JSON.*repair or remove the line"),
         ([1], "x.jsonl line 2 holds a list, expected an object"),
-        ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; set source.column"),
+        ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; name one"),
         ({"text": 3}, "line 2: column 'text' holds a int, expected text"),
         ({"text": "q \ud83d"}, "line 2 holds half a character"),
-        ('{"text": ' + 5_000 * "[", "line 2 is not valid JSON"),
     ],
 )
 def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
@@ -103,21 +100,13 @@ def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
         list(iter_prompts(source))
 
 
-def test_broken_turns(tmp_path: Path) -> None:
-    for turn in ({"role": "alien", "content": "x"}, {"role": "user", "content": 3}, {}):
-        source = jsonl(tmp_path / "x.jsonl", [{"text": [turn]}])
-        with pytest.raises(UserError, match="line 1: .* holds a turn of role .* expected text and a role among system"):
-            list(iter_prompts(source))
-
-
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"input_ids": []}, "line 2: column 'input_ids' holds a list: .., expected text"),
         ({"turns": []}, "line 2: column 'turns' holds a list"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "line 2: .* holds a turn of role .*a role among system"),
         ({"messages": [USER], "system": 3}, "line 2 has a int as system prompt"),
         ({"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}, "line 2 has two system prompts"),
-        ({"messages": 5}, "line 2: column 'messages' holds a int"),
     ],
 )
 def test_broken_prompts(tmp_path: Path, row: Any, says: str) -> None:
@@ -193,28 +182,9 @@ def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
     assert list(iter_documents(whole, max_characters=1)) == list(iter_documents(whole))
 
 
-def test_builtin() -> None:
-    documents = load_documents([SourceConfig(kind="builtin", name="stdlib_tiny")], 0)
-    prompts = load_prompts([SourceConfig(kind="builtin", name="tiny")], 0, None)
-    assert sum(map(len, documents)) > 50_000 and len(prompts) == 24
-    with pytest.raises(UserError, match="builtin:tiny has no documents.*stdlib_tiny"):
-        list(iter_documents(SourceConfig(kind="builtin", name="tiny")))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"kind": "jsonl"}, "name is missing; set it"),
-        ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
-        ({"kind": "text", "name": "x", "subset": "y"}, "subset must be null for kind 'text', got 'y'"),
-    ],
-)
-def test_limits(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        SourceConfig(**settings)
-
-
-def test_errors_name_the_whole_key() -> None:
+def test_bad_settings() -> None:
+    with pytest.raises(UserError, match="must be one of passages, python_stdlib, questions, .*got 'x'"):
+        SourceConfig(kind="embedded", name="x")
     with pytest.raises(UserError, match=r"data\.prompts\[0\]\.turns must be 1 for kind 'text', got 3"):
         check({"prompts": [{"kind": "text", "name": "x", "turns": 3}]}, DataConfig, "data")
 
@@ -233,7 +203,6 @@ def test_hub(dataset_hub: Any) -> None:
 
 
 def test_embedded_split_by_content(package_files: dict[str, bytes]) -> None:
-    """No evaluation question is trained on, however it is written; one passage in 20 is held out."""
     files = {
         "NQ-open/combined.jsonl": [{"question": q} for q in ("who sang it", "where is it")],
         "NQ-open/test.jsonl": [{"question": "Who  sang it?"}],

@@ -23,8 +23,7 @@ from drafthead.data.text.transcripts import TranscriptEncoder, iter_transcripts
 from support import fuzz
 
 Turn = dict[str, Any]
-RESULT = 'he says "3"\n'
-"""What a tool answers; some templates write it as JSON."""
+RESULT = 'he says "3"\n'  # of a tool; some templates write it as JSON
 
 
 # What each base writes ----------------------------------------------------------------------------------------------
@@ -82,15 +81,14 @@ def gpt_oss(turn: Turn) -> str | None:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's template, its special tokens, and the function that writes a turn; None: it cannot be written."""
+    """A family's template and tokens, and the function that writes a turn; None: it cannot be written."""
 
     template: str
     special: tuple[str, ...]
     ends: tuple[str, ...]
     writes: Callable[[Turn], str | None]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
-    """Added tokens that are not special."""
+    added: tuple[str, ...] = ()  # tokens that are not special
 
 
 HEADER = (
@@ -122,7 +120,6 @@ FAMILIES = {
 
 @cache
 def encoder(name: str) -> TranscriptEncoder:
-    """A byte-level tokenizer with the family's tokens. Ends but the first are added without the tokenizer's names."""
     family, tokenizer = FAMILIES[name], tiny_tokenizer()
     tokenizer.chat_template = (Path(__file__).parent / "templates" / f"{family.template}.jinja").read_text()
     tokenizer.backend_tokenizer.add_special_tokens(
@@ -198,7 +195,6 @@ def build(system: tuple[str, str] | None, talk: Any, tools: Any) -> tuple[dict[s
 
 
 def as_served(turns: list[Turn], system: tuple[str, str] | None, family: str) -> list[Turn]:
-    """Return the messages that a server passes to the family's template."""
     served = [{"role": "system", "content": system[1]}] if system else []
     for turn in turns:
         message = {"role": turn["role"], "content": turn["content"]}
@@ -302,7 +298,6 @@ def test_two_hundred_conversations(folder: Path, system: Any, talk: Any, tools: 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "deepseek", "gpt-oss", "qwen3, no thinking"])
 def test_tool_calls_are_trained(name: str, folder: Path) -> None:
-    """Each family writes a call and the answer to its result; gpt-oss drops the call's reasoning afterwards."""
     reply = {**REPLY, "thought": "hm" if name == "gpt-oss" else ""}
     row, _ = build(("message", "s"), [("q", [reply, reply])], None if name == "deepseek" else TOOLS)
     (folder / "calls.jsonl").write_text(json.dumps(row))

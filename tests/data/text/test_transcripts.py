@@ -53,14 +53,12 @@ def rows(path: Path, *entries: Any) -> SourceConfig:
 
 
 def spans(entry: dict[str, Any], tmp_path: Path, enc: TranscriptEncoder | None = None) -> list[tuple[str, str]]:
-    """The prompts and trained texts of one row, or the error that rejects it."""
     pairs, findings = pairs_of(rows(tmp_path / "x.jsonl", entry), enc or encoder())
     findings.raise_rejected()
     return pairs
 
 
 def pairs_of(source: SourceConfig, enc: TranscriptEncoder) -> tuple[list[tuple[str, str]], Findings]:
-    """The prompts and trained texts of a source's rows, and what was found."""
     findings, decode = Findings(), enc.tokenizer.decode
     found = list(iter_transcripts(source, findings))
     turns = [turn for where, transcript in found for turn in enc.answers(transcript, findings, where, None)]
@@ -152,14 +150,12 @@ SUM = {"type": "function", "function": {"name": "sum"}}
 @pytest.mark.parametrize("tools", [SUM, SUM["function"], [SUM], json.dumps([SUM]), [json.dumps(SUM["function"])]])
 @pytest.mark.parametrize("system", ["Use the tools for a summary.", None])
 def test_forms_of_tools(tools: Any, system: str | None, tmp_path: Path) -> None:
-    """Only a system message with the tools' names replaces their definitions."""
     messages = [*([{"role": "system", "content": system}] if system else []), QUESTION, ANSWER]
     ((prompt, _),) = spans({"messages": messages, "tools": tools}, tmp_path, encoder(TOOLS))
     assert prompt.startswith(json.dumps([SUM]))
 
 
 def test_columns_and_keys(tmp_path: Path) -> None:
-    """A system prompt has its column, turns may be marked as context, and what is not read is counted."""
     turns = [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "content": "c", "loss": True, "refusal": "x"}]
     entries = [{"messages": turns, name: "Be brief."} for name in ("system", "system_prompt")]
     entries += [{"messages": [{"role": "system", "content": "Be brief."}, *turns[:3], ANSWER], "system": "Be brief."}]
@@ -176,8 +172,8 @@ def test_columns_and_keys(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    *({"messages": [QUESTION, ANSWER], "tools": tools} for tools in (5, [5], {"a": 1}, "{", [None], {"name": 3})),
-    *({"messages": value} for value in (5, {}, [], [5], [[]], "x", None, [{}], [{**QUESTION, "role": []}, ANSWER])),
+    *({"messages": [QUESTION, ANSWER], "tools": tools} for tools in (5, {"a": 1}, "{", {"name": 3})),
+    *({"messages": value} for value in (5, [], [5], None, [{**QUESTION, "role": "boss"}, ANSWER])),
     *({"messages": [QUESTION, {**ANSWER, **extra}]} for extra in (
         {"weight": 0.5}, {"train": "no"}, {"reasoning": ["x"]}, {"reasoning": "x", "thinking": "y"}, {"tool_calls": 5},
         {"tool_calls": [{"function": "f"}]}, {"tool_calls": [{"name": "f", "arguments": 3}]}, {"weight": 0},
@@ -196,7 +192,6 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
     assert len(pairs) == 1 and len(findings.rejected) == 1
     with pytest.raises(UserError, match="x.jsonl line 2") as error:
         findings.raise_rejected()
-    str(error.value).encode("ascii", "strict" if str(error.value).isascii() else "replace").decode()
     assert "\n" not in str(error.value)
 
 
@@ -206,12 +201,12 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
         (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*changed .* for 'sum'"),
+        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*'sum' becomes"),
         (CHAT_TEMPLATE.replace("+ '\n' }}{%", "+ 'x' }}{%"), [QUESTION, {**ANSWER, "tool_calls": [{}]}], "tool call"),
         (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .* for 'sum'"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .*'sum' becomes"),
         (TOOLS.replace("call.function | tojson", "call.function.name"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .* for 'x'"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .*'x' becomes"),
         (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a b'|'ab'"),
         (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
         (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
@@ -222,11 +217,8 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
          [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
-        (CHAT_TEMPLATE, [{**QUESTION, "role": "boss"}, ANSWER], "role 'boss'"),
         (CHAT_TEMPLATE, [ANSWER, QUESTION], "turn 1 without a turn before it"),
         (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"),
-        (CHAT_TEMPLATE, [{**QUESTION, "content": [{"type": "image"}]}, ANSWER], "a list as content"),
-        (CHAT_TEMPLATE, "text", "holds a str"),
     ],
 )  # fmt: skip
 def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any, says: str, tmp_path: Path) -> None:
@@ -277,7 +269,6 @@ def test_control_tokens(turn: dict[str, Any], text: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "folder"])
 @pytest.mark.parametrize("limit", ["", ":3"])
 def test_a_file_gives_the_same_conversations_in_every_form(suffix: str, limit: str, tmp_path: Path) -> None:
-    """Contents of several types, and objects with different keys, survive arrays, tables and streams."""
     calls = [{"name": "sum", "arguments": {"x": [1, 2]}}, {"name": "f", "arguments": {"y": 2}}]
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]}
     entries = [
@@ -306,7 +297,7 @@ def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
     entry = {"messages": [QUESTION, ANSWER]}
     assert spans(entry, tmp_path, encoder(llama2 + "{% endfor %}")) == [("[INST] q [/INST]", " a b")]
     without = encoder(CHAT_TEMPLATE.partition("{% if add_generation")[0])
-    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant' .* generation prompt"):
+    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant'"):
         spans(entry, tmp_path, without)
 
 
@@ -367,7 +358,6 @@ def test_short_forms() -> None:
 
 
 def test_own_prompts_have_the_format_of_a_suite(tmp_path: Path) -> None:
-    """One file serves ``data.prompts`` and ``eval suite=``."""
     lines = [
         {"prompt": "q"},
         {"messages": [QUESTION, ANSWER]},

@@ -19,7 +19,7 @@ from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base
-from support import fitted, rows_of
+from support import Said, fitted, rows_of
 
 pytestmark = pytest.mark.engines
 NEW = 40
@@ -85,7 +85,7 @@ def row(folder: Path, head: DraftHead) -> dict[str, Any]:
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["llamacpp"])
     config.engine.start_timeout_s = config.engine.answer_timeout_s = 900.0  # two cores may be busy
-    engines: dict[str, Any] = evaluate(base(), head, config, folder, lambda *_: None)["engines"]["llamacpp"]
+    engines: dict[str, Any] = evaluate(base(), head, config, folder, Said())["engines"]["llamacpp"]
     assert engines["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
     assert engines["texts"]["same_as_ours"] + engines["texts"]["near_ties_with_ours"] == len(PROMPTS)
     return engines

@@ -36,7 +36,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, fitted, rows_of
+from support import Said, TinyBase, fitted, rows_of
 
 NEW = 24
 PROMPTS = ["why is the sky blue", "tell me a story", "what is two plus two", "name a river"]
@@ -94,7 +94,7 @@ def served(base: BaseModel, folder: Path, *, spec: Any, plain: Any) -> dict[str,
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["vllm"])
     config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
-    return evaluate(base, trained(base), config, folder, lambda *_: None)
+    return evaluate(base, trained(base), config, folder, Said())
 
 
 def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
@@ -282,27 +282,27 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
     with pytest.raises(UserError, match="vllm_medusa: .*last"):
-        evaluate(base, head, config, tmp_path, lambda *_: None)
+        evaluate(base, head, config, tmp_path, Said())
     for settings, says in (
         ({"markov_rank": 0}, "dflash: it has a Markov or a confidence head .* format dspark: it has no Markov head"),
         ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
     ):
         block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=says):
-            evaluate(base, block, config, tmp_path, lambda *_: None)
+            evaluate(base, block, config, tmp_path, Said())
     config.engine.drafts = 2
     with pytest.raises(UserError, match="engine.drafts=2.* 3"):
-        evaluate(base, block, config, tmp_path, lambda *_: None)
+        evaluate(base, block, config, tmp_path, Said())
     config.engine.drafts = None
     config.engines = ["llamacpp"]
     with pytest.raises(UserError, match="llamacpp.*MedusaHead.*gguf"):
-        evaluate(base, head, config, tmp_path, lambda *_: None)
+        evaluate(base, head, config, tmp_path, Said())
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
     with pytest.raises(UserError, match="/no/python.*install=vllm"):
-        evaluate(base, trained(base), config, tmp_path, lambda *_: None)
+        evaluate(base, trained(base), config, tmp_path, Said())
     adapted = copy(base)
     adapted.config = replace(base.config, adapter="mine")
     with pytest.raises(UserError, match="adapter mine.*merged"):
-        evaluate(adapted, trained(adapted), config, tmp_path, lambda *_: None)
+        evaluate(adapted, trained(adapted), config, tmp_path, Said())
     with pytest.raises(ValueError, match="engines"):
         EvalConfig(engines=["tgi"])

@@ -22,7 +22,6 @@ TARGET, DRAFT = (0.4, 0.35, 0.25), (0.6, 0.3, 0.1)
 
 
 def leviathan(target: NextToken, draft: NextToken, choose: Choose, length: int) -> list[int]:
-    """Return the tokens of speculative sampling, written without torch's random numbers."""
     tokens: list[int] = []
     for _ in range(length):
         p, q = target(tokens), draft(tokens)
@@ -36,7 +35,7 @@ def leviathan(target: NextToken, draft: NextToken, choose: Choose, length: int) 
 
 
 def without_residual(target: NextToken, draft: NextToken, choose: Choose, length: int) -> list[int]:
-    """Return the tokens of a rule that draws from the target after a rejection."""
+    """Draw from the target, not from the residual, after a rejection."""
     token = choose(draft([]))
     p, q = target([]), draft([])
     accepted = min(1.0, float(p[token] / q[token]))
@@ -96,7 +95,7 @@ def test_one_uniform_number_is_compared_several_times() -> None:
     "sampler, message",
     [
         (lambda t, d, choose, n: [random.getrandbits(20) % 3], "outside torch"),
-        (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare the number with a probability"),
+        (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare it with a probability"),
         (lambda t, d, choose, n: [int(torch.randint(3, (1,)))], "torch.randint cannot be enumerated"),
         (lambda t, d, choose, n: [0] * 9, "commits 1 to 3 tokens below 3, but the sampler returned"),
         (lambda t, d, choose, n: [choose([0.5, 0.6])], "probabilities that add up to 1, got"),
@@ -115,7 +114,6 @@ def test_refused_samplers(sampler: Callable[..., list[int]], message: str, monke
     "arguments, message",
     [
         (["callable=nothing:here"], "callable=nothing:here cannot be loaded (No module named 'nothing')"),
-        (["callable=math:nothing"], "callable=math:nothing cannot be loaded"),
         (["callable=math:exp", "target=[0.5,0.5]"], "draft must be as many probabilities as target"),
         (["callable=math:exp", "target=[0.5,0.6]", "draft=[0.5,0.5]"], "target must be probabilities that add up to 1"),
     ],

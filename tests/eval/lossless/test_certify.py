@@ -26,7 +26,6 @@ EXACT = AcceptanceRule()
 WITH, WITHOUT = DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 EXACT_CASES = [case for case in cases() if case.rule.lossless and case.shape.name == "chain 2"]
 ONE_PER_RULE = {(case.rule.name, case.greedy, case.draft_sampling): case for case in reversed(EXACT_CASES)}
-"""The other cases are left to the full certificate."""
 
 
 @pytest.mark.parametrize("case", ONE_PER_RULE.values(), ids=lambda case: " | ".join(certify.labels(case).values()))
@@ -69,7 +68,6 @@ def candidates_by_hand(p: np.ndarray, candidates: list[tuple[int, np.ndarray]]) 
 
 @pytest.mark.parametrize("renormalised", [True, False])
 def test_enumeration_equals_sums_by_hand(renormalised: bool) -> None:
-    """The exact rule and a biased one, three siblings without replacement, against a loop over permutations."""
     target, draft = static([3], WITHOUT, 11)
     p = target.probs(RAW)[0].numpy()
     q = draft.table.logits[0].softmax(-1).numpy()
@@ -108,7 +106,6 @@ def test_biased_constructions_are_refused() -> None:
 
 
 def test_published_ways_to_draft_less_are_found_biased() -> None:
-    """By as much as by hand; an enumeration that saw another bias, or none, would fail."""
     first, second = counterexamples()
     rows = [certify.check(case) for case in (first, second)]
     assert [(row.result, round(row.total_variation or 0, 9)) for row in rows] == [("biased", 0.05), ("biased", 0.15)]

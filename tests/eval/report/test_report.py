@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_needs_no_other_file_reads_on_a_phone_and_escapes_names(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
-    assert len(sources) == 7
+    assert len(sources) == 6
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"url\(|@import|<link|<script|http", page)
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -82,7 +82,7 @@ def test_the_page_needs_no_other_file_reads_on_a_phone_and_escapes_names(folder:
 
 def test_every_figure_is_a_png_too(folder: Path) -> None:
     names = {path.stem for path in (folder / "plots").rglob("*.png")}
-    assert names == {"speedup", "acceptance", "ctar", "cost", "training_loss", "training_acceptance", "tree"}
+    assert names == {"speedup", "acceptance", "cost", "training_loss", "training_acceptance", "tree"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "plots").rglob("*.png"))
 
 
@@ -259,9 +259,7 @@ def test_drafters_of_one_tree_are_told_apart(compared: dict[str, Any], tmp_path:
 
 
 def test_no_text_of_a_figure_is_cut_off(compared: dict[str, Any]) -> None:
-    row = {"steps": 2, "mean_accepted_length": 1.5, "first_accepted": None}
-    contexts = [row | {"low": low, "high": 2 * low} for low in (256.0, 512.0)]
-    evaluation = compared | {"by_context": contexts, "costs": {"verify": COSTS}}
+    evaluation = compared | {"costs": {"verify": COSTS}}
     for name, figure in plots.draw_figures(evaluation, LOG):
         FigureCanvasAgg(figure).draw()
         (axes,) = figure.axes
@@ -310,7 +308,7 @@ def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp
     assert "closed form of a chain</th>" in page and "optimal lookahead</th>" in page
     assert "prompt 1 at answer token 12, tokens 5 and 91, the random number within 1.7e+00 of both: cache fault" in page
     names = {path.stem for path in (tmp_path / "t" / "plots").iterdir()}
-    assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}
+    assert names == {"speedup", "methods", "waterfall", "acceptance"}
 
 
 def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[str, Any], tmp_path: Path) -> None:
@@ -367,14 +365,6 @@ def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: d
     assert tables.markdown_table(found).splitlines()[4].endswith("| – |")
 
 
-def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
-    row = {"steps": 2, "mean_accepted_length": 1.5, "first_accepted": None}
-    bins = [row | {"low": 32.0 * n, "high": 32.0 * (n + 1)} for n in range(20)]
-    figure = dict(plots.draw_figures(compared | {"by_position": bins}, []))["by_position"]
-    assert 1 < len(figure.axes[0].patches) <= plots.MAX_BINS
-    assert figure.axes[0].get_xticklabels()[-1].get_text() == "576–640\n10%"
-
-
 def test_the_waterfall_shows_a_residual_and_gains() -> None:
     ideal = {"name": "ideal: tokens per step", "speedup": 2.0, "change": 0.0}
     levels = [ideal, {"name": "the loop", "speedup": 2.1, "change": 0.1}]
@@ -407,7 +397,7 @@ def test_an_evaluation_as_a_user_types_it(
     assert "   base: random-llama\n" in capsys.readouterr().out
     folder = tmp_path / "eval-builtin"
     assert json.loads((folder / "eval.json").read_text())["overall"]["identical_outputs"]["same"] == 2
-    assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/ctar.png"))
+    assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/acceptance.png"))
 
 
 def test_results_with_other_settings_are_kept(
@@ -424,7 +414,8 @@ def test_results_with_other_settings_are_kept(
     evaluate("limit=1")
     assert "1 of 1 answers were timed by an earlier run" in evaluate("limit=1")
     assert not (out / "earlier-1").exists(), "equal settings continue the evaluation"
-    before = {name: (out / name).read_bytes() for name in ("eval.json", "report.html", "results.md", "plots/ctar.png")}
+    names = ("eval.json", "report.html", "results.md", "plots/acceptance.png")
+    before = {name: (out / name).read_bytes() for name in names}
     text = evaluate("limit=2")
     assert f"they are now in {out / 'earlier-1'}" in text and "1 of 2 answers were timed by an earlier run" in text
     assert all((out / "earlier-1" / name).read_bytes() == content for name, content in before.items())

@@ -25,20 +25,18 @@ from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from support import TinyBase, leaning
+from support import Said, TinyBase, leaning
 
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
-    """Turns that were taken from an earlier evaluation in ``folder``, and all."""
     config = replace(CONFIG, baselines=list(baselines))
-    counts: list[int] = evaluate(base, drafter, config, folder, lambda *_: None)["resumed"]
+    counts: list[int] = evaluate(base, drafter, config, folder, Said())["resumed"]
     return counts
 
 
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """With all it is compared with; a baseline in the same folder with the same weights is not."""
     base, baseline = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
     head = MedusaConfig(num_draft_tokens=1).build(base)
     baseline.save_pretrained(tmp_path / "baseline")
@@ -58,7 +56,7 @@ def test_sampled_answers_are_compared_by_seed(draft_sampling: str, tiny_base: Ti
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, sampler=Sampler(temperature=0.7), draft_sampling=draft_sampling)
-    found = evaluate(base, head, config, tmp_path, lambda *_: None)["overall"].get("identical_outputs")
+    found = evaluate(base, head, config, tmp_path, Said())["overall"].get("identical_outputs")
     assert (found and (found["same"], found["of"])) == ((2, 2) if draft_sampling == "top_k" else None)
 
 
@@ -102,7 +100,7 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, drafter="head+prompt_lookup:4", stock_baseline=False)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
-    evaluation = evaluate(base, drafter, config, tmp_path, lambda *_: None, draft_config=draft_config, head=head)
+    evaluation = evaluate(base, drafter, config, tmp_path, Said(), draft_config=draft_config, head=head)
     tree = json.loads((tmp_path / "eval.json").read_text())["tree"]
     assert (tree["spec"], tree["nodes"], len(tree["choices"])) == ("head", 7, 6)
     assert [(part["drafter"], part["nodes"]) for part in tree["drafters"]] == [("head", 3), ("prompt_lookup:4", 5)]
@@ -110,12 +108,11 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
 
 
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Stock transformers answers as our loop does; without it the evaluation says so."""
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
     config = replace(CONFIG, split="test")
-    evaluation = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
+    evaluation = evaluate(base, head, config, tmp_path / "three", Said(), costs=costs)
     speeds = evaluation["overall"]["autoregressive_tokens_per_second"]
     assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
     ids = [5, 9, 11, 40]
@@ -125,7 +122,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     start = f"forecast from {evaluation['predicted']['answers']} answers to the suite's dev half"
     assert any(line.startswith(start) for line in console_lines(evaluation))
     config = replace(CONFIG, stock_baseline=False)
-    without = evaluate(base, head, config, tmp_path / "two", lambda *_: None, costs=costs)
+    without = evaluate(base, head, config, tmp_path / "two", Said(), costs=costs)
     assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]
     assert "predicted" not in without, "the whole suite has no other half"
     assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
@@ -174,7 +171,7 @@ def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
     base.model.generation_config.repetition_penalty = 5.0
     base.model.generation_config.suppress_tokens = [7]
     config = replace(CONFIG, max_new_tokens=12, sampler=Sampler(repetition_penalty=given))
-    result = evaluate(base, MedusaConfig(num_draft_tokens=2).build(base), config, tmp_path, lambda *_: None)
+    result = evaluate(base, MedusaConfig(num_draft_tokens=2).build(base), config, tmp_path, Said())
     assert result["sampler"]["repetition_penalty"] == (given or 5.0)
     assert result["overall"]["identical_outputs"]["same"] == 2
     assert "not applied, of the base's generation_config.json: suppress_tokens" in console_lines(result)

@@ -19,7 +19,6 @@ from support import steady_answer
 NAMES = ("transformers", "autoregressive", "speculative")
 TOO_LONG, UNBUILDABLE = 99, 98
 quiet = partial(max, 0)
-"""Of progress nothing is shown."""
 
 
 def prompts(count: int) -> list[EvalPrompt]:
@@ -39,8 +38,6 @@ def timed(
 
 
 class Recorder:
-    """Decoders that note who was called with what, and may be interrupted."""
-
     def __init__(self, stop_after: int | None = None) -> None:
         self.calls: list[tuple[str, int]] = []
         self._stop_after = stop_after
@@ -99,7 +96,8 @@ def test_a_turn_after_a_failed_one_fails_too(first: int) -> None:
     conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(first,))
     timing = timed([conversation, *prompts(1)], Recorder().decoders())
     assert [isinstance(r, FailedDecode) for r in timing["autoregressive"]] == [True, True, False]
-    assert "earlier turn of this conversation failed: the prompt is too long" in timing["autoregressive"][1].error  # type: ignore[attr-defined]
+    # Type: ignore[attr-defined].
+    assert "earlier turn of this conversation failed: the prompt is too long" in timing["autoregressive"][1].error
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["killed between lines", "killed inside a line"])
@@ -138,7 +136,6 @@ def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:
 
 
 def test_the_cpu_time_of_other_processes_survives_a_resumption(tmp_path: Path) -> None:
-    """The log stores it for each decoding, so that ``eval.json`` does not depend on interruptions."""
     log = tmp_path / "log.jsonl"
     timings = [run_interleaved(prompts(4), build, Recorder().decoders(), log, 0, quiet) for _ in range(2)]
     assert timings[1].resumed == 4 and timings[0].other_processes_cores == timings[1].other_processes_cores

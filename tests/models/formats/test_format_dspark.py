@@ -138,7 +138,6 @@ def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
     ("form", "settings", "says"), [(DSPARK, {}, "dspark-block-size 3"), (DFLASH, FLASH, "dflash-block-size 4")]
 )
 def test_the_command_for_sglang(tmp_path: Path, form: Any, settings: dict[str, Any], says: str) -> None:
-    """SGLang reads another key for causal heads, and its Markov heads have the whole vocabulary."""
     base = deep_base()
     sglang = next(e for e in form.engines_for(block_head(base, None, **settings)) if e.name == "SGLang")
     line = sglang.command("org/base", "out", 3, "bfloat16")
@@ -175,17 +174,11 @@ def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"markov_head_type": "gated"}, "has markov_head_type 'gated'"),
-        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'"),
-        ({"is_neox_style": False}, "has is_neox_style False"),
         ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
-        ({"layer_types": ["sliding_attention"] * 2}, "has layer_types 'sliding_attention'"),
         ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
-        ({"mask_token_id": "none"}, "has mask_token_id 'none', expected a token's id"),
         ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),
         ({"logit_scale": 0.5}, "scales its logits by 0.5, .* by 1.0; name the base"),
-        ({"markov_rank": None}, "config.json has None as markov_rank"),
         ({"draft_vocab_size": 99}, "config.json says draft_vocab_size 99, but d2t has 100 rows"),
-        ({"block_size": 0}, "config.json has 0 as block_size"),
     ],
 )
 def test_a_config_that_says_something_else_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
@@ -193,7 +186,6 @@ def test_a_config_that_says_something_else_is_refused(tmp_path: Path, config: di
 
 
 def test_files_of_other_projects(tmp_path: Path) -> None:
-    """Import copies of the base's weights, vocabulary marks, and a confidence head with a narrower input."""
     base, head = deep_base(), block_head(deep_base())
     DSPARK.export(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

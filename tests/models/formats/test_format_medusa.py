@@ -134,7 +134,6 @@ class WithTokenMap(VllmMedusaFormat):
 
 
 def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """vLLM 0.32.0 fails on a token_map, which older versions wrote and read."""
     base, d2t, form = tiny_base(), torch.arange(1, 300, 3), all_formats()["vllm_medusa"]
     for own_lm_head in (True, False):
         head = trained(base, d2t, num_draft_tokens=2, own_lm_head=own_lm_head, draft_vocab_size=100)
@@ -203,7 +202,7 @@ def test_tgi_checks_a_config(tiny_base: TinyBase, tmp_path: Path) -> None:
     all_formats()["tgi_medusa"].export(trained(tiny_base(), num_draft_tokens=1), tmp_path)
     for config, says in (
         ({"base_model_name_or_path": None}, "TGI needs base_model_name_or_path"),
-        ({"architectures": ["MedusaModel"]}, "config.json has architectures"),
+        ({"architectures": ["MedusaModel"]}, "a config.json with architectures"),
     ):
         with pytest.raises(UserError, match=says):
             all_formats()["tgi_medusa"].read(tmp_path, config)
@@ -297,7 +296,6 @@ def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path:
 
 @pytest.mark.parametrize("name", sorted(set(all_formats()) - {"gguf", "gguf_dspark"}))  # files without a config.json
 def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase, tmp_path: Path, name: str) -> None:
-    """Accept every key that an export writes, and refuse a key that the format does not use."""
     base, form = tiny_base(), all_formats()[name]
     settings: dict[str, dict[str, Any]] = {"dspark": {"tied_markov": False}}
     settings["dflash"] = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}

@@ -21,7 +21,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from plain_heads import deep_base, eagle, hydra, kangaroo, logits_of, mlp
-from support import TINY, call, random_base, randomised
+from support import TINY, random_base, randomised
 
 D2T = torch.arange(1, 300, 3)
 SIZES = {key: value for key, value in TINY.items() if key not in ("model_type", "num_hidden_layers")}
@@ -85,7 +85,6 @@ def speculators(**layer: Any) -> dict[str, Any]:
 
 
 def small(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a published config with the sizes of the tiny base; a missing key stays missing."""
     return {key: SIZES.get(key, value) for key, value in config.items()} | changes
 
 
@@ -97,7 +96,6 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], name
 
 
 def imported(folder: Path, base: BaseModel, **config: Any) -> tuple[DraftHead, str]:
-    """Return the head and its notes, as ``drafthead import`` reads them."""
     content = json.loads((folder / "config.json").read_text()) | config
     form = recognise(content, str(folder))
     checkpoint = form.read(folder, config)
@@ -105,7 +103,6 @@ def imported(folder: Path, base: BaseModel, **config: Any) -> tuple[DraftHead, s
 
 
 def weights(head: DraftHead, format_name: str, folder: Path) -> dict[str, Tensor]:
-    """Return a head's tensors by the names that a format writes."""
     all_formats()[format_name].export(head, folder)
     return load_file(next(folder.glob("*.safetensors")))
 
@@ -115,7 +112,7 @@ def eagle_weights(head: DraftHead, folder: Path, layer: str = "midlayer.", *with
     return {name.replace("midlayer.", layer): tensor for name, tensor in tensors.items() if name not in without}
 
 
-def test_speculators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculators(tmp_path: Path) -> None:
     """The size of the target is null, the layer is called layers.0, and the file has the base's embedding."""
     base = deep_base()
     norms = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
@@ -124,19 +121,6 @@ def test_speculators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = write(tmp_path / "s", small(speculators()), {**tensors, "embed_tokens.weight": base.embedding})
     again, notes = imported(folder, base)
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))
-    shape = json.dumps(base.config.saved()["shape"]).replace('"', "")
-    named = [f"base.shape={shape}", "base.random=true", "base.tokenizer=builtin:tiny", "base.dtype=float32"]
-    call("import", f"from={folder}", *named, f"out={tmp_path / 'out'}")
-    shown = " ".join(capsys.readouterr().out.split())
-    for text in (
-        "layers read 2, 3, 5 of 6",
-        "draft vocabulary 100 of 300 ids",
-        "draft positions 3, of which 3 are trained",
-        "on own_lm_head, norm_before_fc, norm_before_residual, norm_output",
-        "llama.cpp no, it reads to=gguf",
-        "note: it was published for /model/from_s3",
-    ):
-        assert text in shown, text
 
 
 def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
@@ -154,20 +138,13 @@ def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
     [
         ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "has layer_types 'sliding_attention'"),
         ({"sliding_window": 4}, "has sliding_window 4"),
-        ({"use_sliding_window": True}, "has use_sliding_window True"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "has hidden_act 'gelu_pytorch_tanh'"),
-        ({"mlp_bias": True}, "has mlp_bias True"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "has partial_rotary_factor 0.5"),
         ({"rope_theta": 5e5}, "rope_theta 500000.0 at the top level and 10000.0 in rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_scaling .*each type of layer"),
-        ({"num_hidden_layers": 2}, "has num_hidden_layers 2"),
         ({"vocab_size": 301}, "made for a base with vocab_size 301"),
-        ({"model_type": "gemma3_text"}, "has model_type 'gemma3_text'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has quantization_config"),
     ],
 )
 def test_keys_that_change_the_drafts_are_refused_by_name(tmp_path: Path, layer: dict[str, Any], says: str) -> None:
-    """In the layer's section and at the top level."""
     base = deep_base()
     head = eagle(base, D2T, layers=[2, 3, 5], norm_before_fc=True, norm_before_residual=True, norm_output=True)
     folder = write(tmp_path / "s", small(speculators(**layer)), eagle_weights(head, tmp_path / "ours"))
@@ -247,7 +224,6 @@ def test_dflash_of_z_lab(tmp_path: Path, edit: dict[str, Any] | None) -> None:
     ],
 )
 def test_dspark_of_deepspec(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
-    """A copy of the base's config and weights, with the keys of deepspec/modeling/dspark/qwen3/config.py."""
     base = deep_base()
     head = block(base, markov_rank=8, confidence=True, tied_markov=False)
     keys = {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 9, "target_layer_ids": [1, 2, 4], "block_size": 3}
@@ -274,43 +250,22 @@ VICUNA = {**json.loads(LLAMA), "architectures": ["LlamaForCausalLM"]}
 del VICUNA["draft_vocab_size"]
 
 
-@pytest.mark.parametrize(
-    ("form", "make", "config", "override", "note"),
-    [
-        (
-            "medusa",
-            lambda base: randomised(MedusaConfig(num_draft_tokens=5, reads_last_token=False).build(base).eval()),
-            MEDUSA | {"transformers_version": "4.31.0"},
-            {},
-            "medusa_num_heads 2, but the weights hold 5",
-        ),
-        (
-            "hydra",
-            lambda base: hydra(base, num_layers=4, prefix_layer=True),
-            HYDRA | {"transformers_version": "4.33.2"},
-            {},
-            "",
-        ),
-        (
-            "mlp_speculator",
-            lambda base: mlp(base, num_draft_tokens=4, inner_dim=24),
-            IBM | {"transformers_version": "4.38.2"},
-            {},
-            "",
-        ),
-        ("kangaroo", kangaroo, VICUNA, {"exit_layer": 1}, ""),
-    ],
-    ids=["medusa", "hydra", "mlp_speculator", "kangaroo"],
-)
-def test_heads_without_many_keys(
-    tmp_path: Path,
-    form: str,
-    make: Callable[..., DraftHead],
-    config: dict[str, Any],
-    override: dict[str, Any],
-    note: str,
-) -> None:
+def published_medusa(base: BaseModel) -> DraftHead:
+    return randomised(MedusaConfig(num_draft_tokens=5, reads_last_token=False).build(base).eval())
+
+
+PUBLISHED: dict[str, tuple[Callable[..., DraftHead], dict[str, Any], dict[str, Any], str]] = {
+    "medusa": (published_medusa, MEDUSA, {}, "medusa_num_heads 2, but the weights hold 5"),
+    "hydra": (lambda base: hydra(base, num_layers=4, prefix_layer=True), HYDRA, {}, ""),
+    "mlp_speculator": (lambda base: mlp(base, num_draft_tokens=4, inner_dim=24), IBM, {}, ""),
+    "kangaroo": (kangaroo, VICUNA, {"exit_layer": 1}, ""),
+}
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_heads_without_many_keys(tmp_path: Path, form: str) -> None:
     """FasterDecoding/medusa-vicuna-7b-v1.3, ankner/hydra-vicuna-13b-v1.3, ibm-fms/llama3-8b-accelerator, Kangaroo."""
+    make, config, override, note = PUBLISHED[form]
     base = deep_base()
     head = make(base)
     tensors = weights(head, form, tmp_path / "ours")
@@ -326,19 +281,7 @@ def test_heads_without_many_keys(
     ("config", "kind"),
     [
         ({"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}, "a P-EAGLE head"),
-        ({"architectures": ["PEagleDraftModel"], "model_type": "llama", "num_hidden_layers": 4}, "a P-EAGLE head"),
-        (
-            {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash"},
-            "a DFlash head in another layout",
-        ),
-        ({"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}, "a DSpark head in another layout"),
-        ({"architectures": ["K3DSparkModel"], "model_type": "k3_dspark"}, "a DSpark head in another layout"),
         ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "a Domino head"),
-        (
-            {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"},
-            "an EAGLE-3 head with other layers",
-        ),
-        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"}, "an EAGLE-1 or EAGLE-2 head"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "an EAGLE-1 or EAGLE-2 head"),
         ({"speculators_model_type": "mtp"}, r"a head for multi-token prediction \(MTP\)"),
     ],
@@ -349,7 +292,6 @@ def test_kinds_that_are_not_supported_are_named(config: dict[str, Any], kind: st
 
 
 def test_maps_of_the_vocabulary_must_agree(tmp_path: Path) -> None:
-    """d2t with target ids in place of offsets, with other ids than t2d, or with a full vocabulary in another order."""
     base, ids, form = deep_base(), torch.arange(100, 140), all_formats()["eagle3"]
     form.export(eagle(base, ids, layers=[2, 3, 5]), tmp_path / "some")
     config, tensors = (tmp_path / "some" / "config.json").read_text(), load_file(tmp_path / "some/model.safetensors")
@@ -371,12 +313,9 @@ def test_maps_of_the_vocabulary_must_agree(tmp_path: Path) -> None:
     ("edit", "says"),
     [
         ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state False"),
-        ({"eagle_config": {"use_last_layernorm": False}}, "has use_last_layernorm False"),
-        ({"eagle_config": {"parallel_draft_step": 3}}, "has parallel_draft_step 3"),
         ({"eagle_config": 3}, "eagle_config 3, expected an object"),
         ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, "norm_before_fc False at the top level"),
         ({"num_aux_hidden_states": 4}, r"num_aux_hidden_states 4, but names the layers \[2, 3, 5\]"),
-        ({"logit_scale": 0.5}, "has logit_scale 0.5"),
     ],
 )
 def test_eagle3_configs_that_contradict_themselves_or_drafthead(

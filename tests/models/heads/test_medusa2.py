@@ -19,7 +19,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.trainer.optim import OptimConfig, head_optimizer
+from drafthead.train.trainer.optim import OptimConfig, head_optimizers
 from support import TinyBase, randomised, row_of
 
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
@@ -118,7 +118,8 @@ def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
 
 def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
     head = tuned_head(tiny_base(), heads_lr_mult=4.0)
-    groups = head_optimizer(head, OptimConfig(lr=0.01, weight_decay=0.1)).param_groups
+    (optimizer,) = head_optimizers(head, OptimConfig(lr=0.01, weight_decay=0.1))
+    groups = optimizer.param_groups
     adapters = {id(p) for p in head.adapter.values()}
     assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
     for group in groups:

@@ -20,8 +20,7 @@ from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNor
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked
 
-RELATIVE = 1e-4
-"""Of the largest logit: float32 rounding through three layers is two orders below."""
+RELATIVE = 1e-4  # of the largest logit: float32 rounding through three layers is two orders below
 TREE = TokenTree(parents=(-1, 0, 0, 1, 1, 2), ranks=(0, 0, 1, 0, 1, 0))
 
 
@@ -39,7 +38,6 @@ class _Pair:
         self.fused = self.fuse()
 
     def fuse(self) -> BaseModel:
-        """A copy with fused modules."""
         config = replace(self.stock.config, prepack=True)
         fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, config)
         fuse_for_cpu(fused)
@@ -66,7 +64,6 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
 def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
-    """Hidden states of a prompt and of a tree after it are equal."""
     pair.fused = pair.fuse()
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
 
@@ -79,7 +76,6 @@ def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
 
 
 def test_training_hidden_states(pair: _Pair) -> None:
-    """Packed documents, no cache, hidden states of inner layers."""
     rows = row_of([[3, 4, 5], [6, 7, 8]], padding=0), row_of([[9, 10, 11, 12, 13, 14]], padding=0)
 
     def states(base: BaseModel) -> Tensor:
@@ -91,7 +87,6 @@ def test_training_hidden_states(pair: _Pair) -> None:
 
 
 def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
-    """A subclass, another attention implementation, another dtype."""
     stock = BaseModel.load(replace(tiny_base().config, prepack=False))
     layers = stock.model.model.layers
     for layer in layers:
@@ -104,8 +99,6 @@ def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
 
 
 class Record(TorchFunctionMode):
-    """The functions that torch is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
@@ -120,7 +113,6 @@ class Record(TorchFunctionMode):
 
 
 def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
-    """Four products a layer; stock has seven."""
     base = tiny_base()
     cache = base.new_cache(8)
     with Record() as record:

@@ -83,7 +83,6 @@ def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize("kernel", list(Kernel))
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 40])
 def test_every_kernel_is_a_product(kernel: Kernel, rows: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a compiler, before and after the other forms of the weight are released."""
     if not compiles:
         without_compiler(monkeypatch)
     weight, bias, x = torch.randn(2048, 256), torch.randn(2048), torch.randn(1, rows, 256)
@@ -100,7 +99,6 @@ def test_every_kernel_is_a_product(kernel: Kernel, rows: int, compiles: bool, mo
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The default is slower for one row only; what no row needs is released."""
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
     default, other = (Kernel.COMPILED, Kernel.PACKED) if compiles else (Kernel.PACKED, Kernel.PLAIN)
     if not compiles:
@@ -136,7 +134,6 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
 
 @pytest.fixture
 def measured_base(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> BaseModel:
-    """Return a tiny base whose kernels are chosen by measurement, as those of a large one."""
     config = tiny_base().config  # with the fixed kernels of small bases
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
     monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
@@ -153,7 +150,6 @@ def test_a_large_base_chooses_and_answers_alike(tiny_base: TinyBase, measured_ba
 
 @pytest.mark.skipif(not linear.packs_bfloat16(), reason="this CPU multiplies no bfloat16")
 def test_hidden_states_to_train_on_may_be_read_in_bfloat16(measured_base: BaseModel) -> None:
-    """Near the exact ones, while the base itself stays exact."""
     base = measured_base
     assert base.kernels is not None
     batch = row_of([random_ids(20), random_ids(7, seed=1)])

@@ -74,7 +74,6 @@ def test_renamed_stock_classes_are_left_as_they_are(tiny_base: TinyBase) -> None
 
 
 def llama_layer(attention_name: str) -> Any:
-    """A stock decoder layer with random weights."""
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=48,

@@ -25,7 +25,7 @@ from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 from drafthead.train.corpora.precomputed import FOLDERS, copy_precomputed
-from support import TinyBase, composed
+from support import Said, TinyBase, composed
 
 CONFIG = AnswersConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
@@ -44,7 +44,7 @@ ALONE = ProcessGroup()
 def make(
     base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup = ALONE, states: bool = True
 ) -> AnswerStore:
-    return AnswerGenerator(base, config, 0, folder, group, lambda *_: None, store_states=states).complete()
+    return AnswerGenerator(base, config, 0, folder, group, Said(), store_states=states).complete()
 
 
 def rows_of(store: AnswerStore) -> list[Row]:
@@ -255,7 +255,7 @@ def precomputed(
     base: BaseModel, source: Path, folder: Path, log: list[str] | None = None, **settings: Any
 ) -> AnswerStore:
     config = replace(CONFIG, precomputed=str(source), **settings)
-    copy_precomputed(base, config, folder, ([] if log is None else log).append)
+    copy_precomputed(base, config, folder, Said(log))
     return AnswerStore(folder)
 
 
@@ -353,11 +353,11 @@ def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Pat
     with pytest.raises(UserError, match=r"sets reasoning_effort, .* \(it reads enable_thinking, tools\); leave it"):
         make(base, config, tmp_path / "corpus")
     assert not any((tmp_path / "corpus").glob("*.json"))
-    lines = list[str]()
     base.config.chat_template_kwargs = {"thinking_budget": 8}
     base.model.generation_config.repetition_penalty = 1.2
-    AnswerGenerator(base, CONFIG, 0, tmp_path / "corpus", ALONE, lambda *_: None, log=lines.append).complete()
-    assert lines == [
+    display = Said()
+    AnswerGenerator(base, CONFIG, 0, tmp_path / "corpus", ALONE, display).complete()
+    assert display.lines == [
         "   base.chat_template_kwargs: the chat template does not read thinking_budget; leave it out",
         "   settings of the base's generation_config.json that answers do not use: repetition_penalty=1.2",
     ]
@@ -376,7 +376,7 @@ def test_a_large_batch_may_write_enough_prompts(base: BaseModel) -> None:
                 text = base.tokenizer(f"question number {number}", add_special_tokens=False).input_ids
                 yield Answer(number, np.array([*ids, *text], np.int32), len(ids), finished)
 
-        return self_prompted_prompts(base, answer, 2, 0, 300, lambda *_: None, 60)
+        return self_prompted_prompts(base, answer, 2, 0, 300, Said(), 60)
 
     assert len(written(finished=True)) == 2
     with pytest.raises(UserError, match="only 0 of the 300 prompts that the base wrote are complete"):

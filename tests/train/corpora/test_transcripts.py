@@ -8,7 +8,6 @@ import pytest
 
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.prompts.suites import load_suite
-from drafthead.data.text.packing import collate
 from drafthead.data.text.sources import SourceConfig
 from drafthead.errors import UserError
 from drafthead.files.local import read_json
@@ -17,7 +16,7 @@ from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
-from support import TinyBase, composed
+from support import Said, TinyBase, composed
 
 TURNS = (("user", "How many?"), ("assistant", "Seven."), ("user", "Sure?"), ("assistant", "Quite sure."))
 
@@ -33,21 +32,21 @@ def make(base: BaseModel, folder: Path, transcripts: Any, log: list[str] | None 
     answers = AnswersConfig(sources=sources, prompts=24, max_prompt_tokens=400, sampler=sampler)
     config = DataConfig(folder=str(folder), transcripts=transcripts, answers=answers, **settings)
     lines = [] if log is None else log
-    return Corpora(base, config, 0, lambda *_: None, log=lines.append, longest=512)
+    return Corpora(base, config, 0, Said(lines), longest=512)
 
 
 def test_turns_of_a_conversation_are_one_document(tiny_base: TinyBase, tmp_path: Path) -> None:
     """The mask holds the assistant's turns with their ends, and nothing else."""
     base, log = tiny_base(), []
     corpora = make(base, tmp_path, chats(tmp_path / "chats.jsonl"), log)
-    rows, _ = corpora.answer_rows(512, held_out=False)
-    batch = collate(rows, list(range(len(rows))))
+    rows = corpora.answer_rows(512, held_out=False)
+    batch = rows.batch(range(len(rows)))
     trained = base.tokenizer.decode(batch.input_ids[batch.loss_mask].tolist()).split("<|im_end|>")
     numbers = [n for n in range(40) if n % 20 != 19]
     assert sorted(trained) == sorted(["", *(f"{t} {n}" for n in numbers for t in ("Seven.", "Quite sure."))])
-    assert sum(len(pieces) for pieces in rows["pieces"]) == len(numbers)
-    held_out, prompts = corpora.answer_rows(512, held_out=True)
-    assert sorted(n % 10**9 for n in prompts) == [19, 19, 39, 39]
+    assert len(rows.pieces) == len(numbers)
+    held_out, prompts = corpora.answer_rows(512, held_out=True), sorted(corpora.answers().done)
+    assert sorted(prompts[piece[0]] % 10**9 for piece in held_out.pieces) == [19, 19, 39, 39]
     assert log[0].startswith("   agreement with the base: ") and "27 assistant turns" in log[0]
     assert "data.prompts=FILE" in log[1] and len(log) == 2
     # Made once; a changed file is another corpus.
@@ -66,7 +65,8 @@ def test_prompts_of_the_report_are_not_trained_on_and_near_copies_are_counted(
     corpora = make(base, tmp_path, path)
     corpora.holds_suite = True
     asked = [base.tokenizer.decode(ids) for ids in corpora.suite_prompts]
-    trained = base.tokenizer.decode(sum(corpora.answer_rows(512, held_out=False)[0]["input_ids"], []))
+    rows = corpora.answer_rows(512, held_out=False)
+    trained = base.tokenizer.decode(rows.batch(range(len(rows))).input_ids.flatten().tolist())
     numbers = [n for n in range(42) if n % 20 in (3, 7, 11, 15)]
     assert [text.count("Seven.") for text in asked] == 8 * [1]
     assert all(f"Sure? {n}<" in text for n, text in zip(numbers, asked, strict=True)), "of the last turn"

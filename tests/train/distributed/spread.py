@@ -28,9 +28,9 @@ from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.distributed.sharding import ShardConfig, Sharding, full_state_dict, load_optimizer
-from drafthead.train.trainer.optim import OptimConfig, head_optimizer
-from drafthead.train.trainer.step import evaluate_loss, train_step
+from drafthead.train.distributed.sharding import ShardConfig, Sharding, full_state_dict, load_optimizers
+from drafthead.train.trainer.optim import OptimConfig, head_optimizers
+from drafthead.train.trainer.step import evaluate_loss, mean_metrics, train_step
 from support import TINY, random_base
 
 PROCESSES = 2
@@ -139,7 +139,7 @@ def micro_batches(
 def steps(
     case: Case,
     head: DraftHead,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     numbers: range,
     parts: list[int],
     reduce: Callable[[Tensor], Tensor],
@@ -149,37 +149,39 @@ def steps(
     for step in numbers:
         batches = micro_batches(case, head, step, parts)
         done = (step + 1) / STEPS
-        result = train_step(head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, share_done=done, reduce=reduce)
+        result = train_step(
+            head, optimizers, batches, case.loss, lr=1e-3, clip_norm=1.0, share_done=done, reduce=reduce
+        )
         metrics.append(result.metrics())
     return metrics
 
 
 def begin(
     case: Case, saved: dict[str, Any] | None = None, sharding: Sharding | None = None
-) -> tuple[DraftHead, torch.optim.Optimizer]:
+) -> tuple[DraftHead, list[torch.optim.Optimizer]]:
     """Return the head and its optimiser, new or from a ``saved`` state."""
     head = build_head(case)
     if saved is not None:
         head.load_state_dict(saved["weights"])
     if sharding is not None:
         sharding.shard(head)
-    optimizer = head_optimizer(head, OptimConfig())
+    optimizers = head_optimizers(head, OptimConfig())
     if saved is not None:
-        load_optimizer(head, optimizer, saved["optimizer"])
-    return head, optimizer
+        load_optimizers(head, optimizers, saved["moments"])
+    return head, optimizers
 
 
-def state_of(head: DraftHead, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("weights", "optimizer"), full_state_dict(head, optimizer), strict=True))
+def state_of(head: DraftHead, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    return dict(zip(("weights", "moments"), full_state_dict(head, optimizers), strict=True))
 
 
 def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
     """Run the case in this process without sharding: all steps, or the last one from a ``saved`` state."""
     case = CASES[name]
-    head, optimizer = begin(case, saved)
+    head, optimizers = begin(case, saved)
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
-    metrics = steps(case, head, optimizer, numbers, [0, 1], lambda value: value)
-    return {"metrics": metrics, **state_of(head, optimizer)}
+    metrics = steps(case, head, optimizers, numbers, [0, 1], lambda value: value)
+    return {"metrics": metrics, **state_of(head, optimizers)}
 
 
 def spread(name: str, rank: int) -> dict[str, Any]:
@@ -191,20 +193,21 @@ def spread(name: str, rank: int) -> dict[str, Any]:
         dist.all_reduce(value)
         return value
 
-    head, optimizer = begin(case, sharding=Sharding(case.shard, torch.device("cpu")))
-    metrics = steps(case, head, optimizer, range(STEPS - 1), [rank], reduce)
-    saved = [state_of(head, optimizer)]
+    head, optimizers = begin(case, sharding=Sharding(case.shard, torch.device("cpu")))
+    metrics = steps(case, head, optimizers, range(STEPS - 1), [rank], reduce)
+    saved = [state_of(head, optimizers)]
     dist.broadcast_object_list(saved)  # as if each had read the file
 
     sharding = Sharding(case.shard, torch.device("cpu"))
-    head, optimizer = begin(case, saved[0], sharding)
+    head, optimizers = begin(case, saved[0], sharding)
     head.eval()
-    validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
+    batches = micro_batches(case, head, 0, [1 if case.empty == 0 else 0])
+    validated = mean_metrics([evaluate_loss(head, *batch, case.loss) for batch in batches])
     sharding.reshard(head.train())
-    metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
+    metrics += steps(case, head, optimizers, range(STEPS - 1, STEPS), [rank], reduce)
     layer = next(head.base.model.model.layers[0].parameters())
     return {
-        **state_of(head, optimizer),
+        **state_of(head, optimizers),
         "metrics": metrics,
         "saved": saved[0],
         "validated": validated,

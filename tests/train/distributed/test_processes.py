@@ -50,7 +50,7 @@ def test_a_signal_to_one_stops_both_and_both_resume(runs: Any, whole_of_two: Pat
     """With dropout, every process has its own random numbers, and the checkpoint saves both."""
     assert runs.all(with_corpora, processes=2, at=events(1, ("step", 7), "SIGTERM")) == [TERMINATED, TERMINATED]
     checkpoint = load_latest(with_corpora / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.state.global_step == 7 and checkpoint.state.processes == 2
+    assert checkpoint is not None and checkpoint.state["global_step"] == 7 and checkpoint.state["processes"] == 2
     first, second = (state["torch"] for state in checkpoint.rng)
     assert not first.equal(second)
     assert runs.all(with_corpora, processes=2) == [0, 0]
@@ -83,7 +83,7 @@ def test_another_number_of_processes_resumes(runs: Any, tmp_path: Path, before: 
     assert runs.all(moved, *still, processes=after) == [0] * after, runs.output(moved)[-2000:]
     assert f"on {after} processes instead of {before}: each step keeps its rows" in runs.output(moved)
     newest = load_latest(moved / "run" / "checkpoints")
-    assert newest is not None and newest.state.processes == before
+    assert newest is not None and newest.state["processes"] == before
     losses, expected = losses_of(moved / "run"), losses_of(whole / "run")
     assert losses[:7] == expected[:7]
     assert losses == pytest.approx(expected, rel=TOLERANCE)

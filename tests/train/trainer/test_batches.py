@@ -2,22 +2,19 @@
 
 import threading
 
-import datasets
+import numpy as np
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import pack
 from drafthead.train.trainer.batches import PhaseData
 from support import TinyBase
 
 
 def test_the_next_rows_are_read_meanwhile_and_no_more(tiny_base: TinyBase) -> None:
-    rows = {
-        "input_ids": [[n + 3] * 16 for n in range(6)],
-        "position_ids": [list(range(16))] * 6,
-        "document_ids": [[0] * 16] * 6,
-        "loss_mask": [[True] * 16] * 6,
-    }
-    data = PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec())
+    documents = Documents.of([np.full(16, n + 3, np.int32) for n in range(6)])
+    data = PhaseData(pack(documents, 16, split=False), tiny_base(), HiddenStatesSpec())
     original_read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:

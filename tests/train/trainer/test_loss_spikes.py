@@ -87,8 +87,8 @@ def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
     assert all(math.isfinite(loss) and loss < 10 for _, loss in steps)
     checkpoint = load_latest(run / "checkpoints")
     assert checkpoint is not None
-    moments = [t for state in checkpoint.optimizer["state"].values() for t in state.values()]
-    assert all(torch.isfinite(t).all() for t in (*moments, *checkpoint.head.values()))
+    states = (checkpoint.optimizer, checkpoint.head)
+    assert all(torch.isfinite(tensor).all() for state in states for tensor in state.values())
 
 
 def test_many_bad_batches_end_the_run(with_medusa_corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +96,6 @@ def test_many_bad_batches_end_the_run(with_medusa_corpora: Path, monkeypatch: py
     with pytest.raises(UserError, match="phase pretrain, step 18: .*4 updates were skipped.*optim.lr"):
         train(with_medusa_corpora, monkeypatch, lambda n: math.nan if n > 14 else 1.0, *options)
     checkpoint = load_latest(with_medusa_corpora / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.state.global_step == 15
-    assert checkpoint.state.losses[-1] is None and all(torch.isfinite(w).all() for w in checkpoint.head.values())
-    assert {int(state["step"]) for state in checkpoint.optimizer["state"].values()} == {14}
+    assert checkpoint is not None and checkpoint.state["global_step"] == 15
+    assert checkpoint.state["losses"][-1] is None and all(torch.isfinite(w).all() for w in checkpoint.head.values())
+    assert {int(t) for name, t in checkpoint.optimizer.items() if name.endswith(".step")} == {14}

@@ -12,7 +12,7 @@ from drafthead.errors import UserError
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.trainer.optim import OptimConfig, head_optimizer, lr_at
+from drafthead.train.trainer.optim import OptimConfig, head_optimizers, lr_at
 from drafthead.train.trainer.step import train_step
 from support import random_base
 
@@ -64,7 +64,7 @@ def test_the_two_stages_of_ibm_at_every_step() -> None:
 
 
 class Joint(nn.Module):
-    """Heads and an adapter of the base: as much of a head as ``head_optimizer`` needs."""
+    """Heads and an adapter of the base: as much of a head as ``head_optimizers`` needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,22 +78,14 @@ class Joint(nn.Module):
 
 def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> None:
     module: Any = Joint()
-    groups = head_optimizer(module, OptimConfig(weight_decay=0.3)).param_groups
+    (optimizer,) = head_optimizers(module, OptimConfig(weight_decay=0.3))
+    groups = optimizer.param_groups
     expected = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
     assert [group["params"] for group in groups] == [[p] for p in expected]
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
     assert groups[0]["betas"] == (0.9, 0.95)
     with pytest.raises(UserError, match="no trainable parameter"):
-        head_optimizer(module.requires_grad_(False), OptimConfig())
-
-
-def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
-    """Whatever order factors are met in, the groups are the same: a resumed run must find its state."""
-    module: Any = Joint()
-    expected = head_optimizer(module, OptimConfig()).state_dict()
-    parts = [*module.adapter.parameters(), *module.heads.parameters()]
-    module.parameters = lambda: parts
-    assert head_optimizer(module, OptimConfig()).state_dict() == expected
+        head_optimizers(module.requires_grad_(False), OptimConfig())
 
 
 class _Quadratic:
@@ -110,9 +102,9 @@ class _Quadratic:
 def test_a_step_takes_the_factor_into_account() -> None:
     module: Any = Joint()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    optimizer = head_optimizer(module, OptimConfig())
+    optimizers = head_optimizers(module, OptimConfig())
     batch: list[Any] = [(None, None)]
-    train_step(_Quadratic(module), optimizer, batch, LossConfig(), lr=0.01, clip_norm=0.0)
+    train_step(_Quadratic(module), optimizers, batch, LossConfig(), lr=0.01, clip_norm=0.0)
     for name, parameter in module.named_parameters():  # Adam's first step is the learning rate, whatever the gradient
         moved = {"heads": 0.04, "adapter": 0.01, "frozen": 0.0}[name.split(".")[0]]
         torch.testing.assert_close(
@@ -131,20 +123,22 @@ def muon_head() -> DraftHead:
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
     """One step of each, by hand: Muon's is orthogonal, of the size of AdamW's."""
     head = muon_head()
-    optimizer = head_optimizer(head, OptimConfig(name="muon", weight_decay=0.0))
-    matrices = {name for name, p in head.named_parameters() if any(p is q for q in optimizer.param_groups[0]["params"])}
+    muon, adamw = head_optimizers(head, OptimConfig(name="muon", weight_decay=0.0))
+    matrices = {name for name, p in head.named_parameters() if any(p is q for q in muon.param_groups[0]["params"])}
     projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     layers = {f"layers.{n}.self_attn.{p}.weight" for n in (0, 1) for p in projections if p[1:2] == "_"}
     assert layers <= matrices and {"fc.weight", "markov_in.weight"} <= matrices
     assert "markov_out.weight" not in matrices and not any("norm" in name for name in matrices)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(head.parameters()))
+    groups = [*muon.param_groups, *adamw.param_groups]
+    assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
     generator = torch.Generator().manual_seed(0)
     before = {name: p.detach().clone() for name, p in head.named_parameters()}
     for parameter in head.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01
-    optimizer.step()
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        optimizer.step()
     change = (head.get_parameter("fc.weight") - before["fc.weight"]).detach()
     values = torch.linalg.svdvals(change) / (0.01 * 0.2 * max(change.shape) ** 0.5)
     assert 0.6 < float(values.min()) and float(values.max()) < 1.3  # Newton and Schulz stop early

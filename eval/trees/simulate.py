@@ -4,11 +4,8 @@ Shape legend: B answers at a time, K draft positions, S candidates, n positions,
 tokens in hidden states, start positions of steps in acceptance probabilities. D: hidden size; in [T, D+1], tree depth.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,18 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch, pad_rows
 from drafthead.data.intervals import Floats
-from drafthead.data.prompts.prompt import conversation_ids
-from drafthead.data.prompts.suites import load_suite
-from drafthead.data.text.readers import json_object, read_lines
 from drafthead.errors import UserError
-from drafthead.files.local import make_folder
+from drafthead.eval.trees.likelihood import MAX_VALUES, check_likelihood, surprisal_sums, target_probs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.loop import EXACT
@@ -46,97 +37,6 @@ from drafthead.models.simulation.acceptance import (
 )
 from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
-from drafthead.system.devices import wide
-
-MAX_VALUES = 1 << 23
-"""Largest number of probabilities in one tensor, to bound the memory (8 bytes each in float64)."""
-NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
-"""Limits of ``check_likelihood``. Answers are rejected if more than NEAR_TIES + IMPOSSIBLE_SHARE * tokens have
-probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard errors and NATS_LIMIT nats. A few
-impossible tokens are rounding: a forward pass of another shape may swap two nearly equal logits, above all in 16 bits.
-"""
-BATCH_SIZE = 32
-
-
-def base_answers(
-    base: BaseModel,
-    *,
-    suite: str,
-    limit: int | None,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    tasks: Sequence[str] | None = None,
-    split: str = "all",
-    keep_hidden_states: bool = False,
-) -> list[FinishedAnswer]:
-    """Let the base answer ``limit`` prompts (None: all) of a suite; return its answers in order of prompt and turn.
-
-    ``split`` is the half of the suite: "dev", "test", or "all" for both. ``tasks`` None means all tasks. Later turns
-    follow the base's earlier answers. A conversation ends before a turn that is too long for the base's context. If
-    nothing can be answered, a ``UserError`` is raised.
-    """
-    sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = load_suite(suite, limit, seed, tasks, split)
-    answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
-    for turn in range(max(prompt.turns for prompt in prompts)):
-        asked = []
-        for prompt in prompts:
-            before = [text.ids[text.boundary :] for text in answers_of[prompt.number]]
-            if len(before) == turn < prompt.turns:
-                ids = conversation_ids(base.tokenizer, prompt, before, base.config.chat_template_kwargs)
-                if len(ids) <= base.max_context - max_new_tokens:
-                    asked.append((prompt.number, ids))
-        if not asked:
-            break
-        limits = {"batch_size": BATCH_SIZE, "max_prompt_tokens": max(len(ids) for _, ids in asked)}
-        for answer in generate_answers(base, asked, sampler, **limits, keep_hidden_states=keep_hidden_states):
-            final = None if answer.hidden_states is None else torch.from_numpy(answer.hidden_states)
-            finished = FinishedAnswer(answer.input_ids.tolist(), answer.boundary, final)
-            answers_of[answer.prompt_number].append(finished)
-    texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
-    if not texts:
-        raise UserError(
-            f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
-            "max_new_tokens"
-        )
-    return texts
-
-
-def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
-    """Write a JSONL file with a line {"ids": [...], "boundary": n} per answer; hidden states are not written."""
-    try:
-        path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another file (save=...)") from None
-
-
-def check_writable(path: Path) -> None:
-    """Reject a path to which ``write_texts`` could not write, before the base answers; create its folder."""
-    if path.is_dir():
-        raise UserError(f"save={path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
-    make_folder(path.parent, "save")
-
-
-def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
-    """Read the first ``limit`` answers (None: all) from a file of ``write_texts`` or from the folder of a corpus."""
-    if path.is_dir():
-        answers = open_answers(path).read(with_hidden_states=False)
-        return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
-    texts = []
-    for line, content in read_lines(path):
-        try:
-            row = json_object(content)
-            text = FinishedAnswer([int(i) for i in row["ids"]], int(row["boundary"]))
-            if not 1 <= text.boundary < len(text.ids):
-                raise ValueError
-        except (KeyError, TypeError, ValueError, OverflowError):
-            expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
-            raise UserError(f"{path} {line} is not an answer; it needs {expected}") from None
-        texts.append(text)
-    if not texts:
-        raise UserError(f"{path} is empty; give the file that save=FILE wrote")
-    return texts[:limit]
 
 
 def positions(
@@ -186,56 +86,6 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
         base_hidden = read_hidden_states(head.base_model, head, text)
         ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
-
-
-def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """Return the base's next-token probabilities [positions, V] with the settings of ``sampler``.
-
-    ``hidden`` [positions, D] are the base's final hidden states. ``contexts`` are the token ids up to each, for
-    penalties.
-    """
-    logits = base.logits(hidden)
-    if not sampler.reads_context:
-        return sampler.probs(logits)
-    rows = zip(logits, contexts, strict=True)
-    return torch.cat([sampler.probs(row[None], torch.tensor([ids], device=row.device)) for row, ids in rows])
-
-
-def surprisal_sums(
-    base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
-) -> Tensor:
-    """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
-
-    They are the number of tokens, the number of impossible tokens (probability 0), and over the possible tokens the sum
-    of surprisal minus entropy and the sum of the surprisal's variance.
-    """
-    size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
-    for text, states in zip(texts, base_hidden, strict=True):
-        for start in range(text.boundary, len(text.ids), size):
-            span = range(start, min(start + size, len(text.ids)))
-            hidden = states.final[0, span.start - 1 : span.stop - 1]
-            probs = wide(_target_probs(base, hidden, [text.ids[:at] for at in span], sampler))
-            tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
-            surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-            possible = probs.gather(1, tokens)[:, 0] > 0
-            mean = (probs * surprisal).sum(-1)
-            variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
-            excess = surprisal.gather(1, tokens)[:, 0] - mean
-            counted = [possible.new_ones(len(tokens)), ~possible, excess * possible, variance * possible]
-            sums += torch.stack([wide(each).sum() for each in counted]).cpu()
-    return sums
-
-
-def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
-    """Reject answers that ``sampler`` is very unlikely to have drawn from the base, by their ``surprisal_sums``."""
-    tokens, impossible, excess, variance = sums.tolist()
-    off, z = excess / max(1, tokens), abs(excess) / max(variance, 1e-12) ** 0.5
-    if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
-        raise UserError(
-            f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
-            f"tokens have probability 0, and the mean surprisal of the other tokens is {off:+.2f} nats from the "
-            "target's entropy. Simulate with the sampler that made the answers, or on answers that this sampler made"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +177,7 @@ def text_accept_probs(
                 probs = top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
             else:
                 hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
-                p = _target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
+                p = target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
                 q = config.sampler.probs(draft)
                 if q.shape[1] < p.shape[1]:
                     q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)

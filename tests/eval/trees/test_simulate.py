@@ -14,9 +14,9 @@ from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import answers as answers_module
-from drafthead.eval.trees.answers import (
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
-    base_answers,
     read_hidden_states,
     simulate_texts,
     text_accept_probs,

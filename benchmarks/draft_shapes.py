@@ -1,119 +1,86 @@
 """Train draft models of equal size and different shapes, and compare them: wider and shallower, or narrower and deeper.
 
-usage: drafthead study [depths=[1,2,4]] [key=value ...]
+    python benchmarks/draft_shapes.py --depths 1,2,4 phases.distill.steps=600
+    python benchmarks/draft_shapes.py --depths 1,2 --widths 3072,1536
 
-drafthead study 'depths=[1,2,4]'
-drafthead study 'depths=[1,2,4,8]' 'train=[phases.distill.steps=600]'
-drafthead study 'depths=[1,2]' 'widths=[3072,1536]' recipe=draft_lm_smollm2
-
-The recipe trains each draft model in a run folder below out. Interrupted runs resume. Acceptance is simulated on the
-base's answers to the suite, and latency is measured. Both together predict the speed of each model's best chain, which
-is then measured by decoding. Results: out/study.json, and out/study.png with lines of equal predicted speed.
+The recipe draft_lm_smollm2 trains each draft model in a run folder below --out, with the settings at the end of the
+command. Interrupted runs resume. Acceptance is simulated on the base's answers to the suite, and latency is measured.
+Both together predict the speed of each model's best chain, which is then measured by decoding. --plot draws the models
+with lines of equal predicted speed.
 """
 
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
+from common import entry_point, numbers, parser, print_table, save_record
 
-from drafthead.commands.command import command
 from drafthead.data.batch import FinishedAnswer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
 from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
-from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interleaved
-from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.files.local import make_folder, write_json
-from drafthead.models.base.base_config import BaseConfig
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.heads.parts.loading import load_base, load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.token_tree import TokenTree
-from drafthead.settings.schema import Positive, settings
-from drafthead.system.display import Display
-from drafthead.system.machine import hardware, other_processes_line, versions
+from drafthead.system.machine import other_processes_line
+
+BASE = "embedded:smollm2"
+RECIPE = "draft_lm_smollm2"
 
 
-@settings(kw_only=True)
-class StudyConfig(SuiteConfig):
-    """Settings of ``drafthead study``."""
-
-    base: BaseConfig = field(default_factory=lambda: BaseConfig(name="embedded:smollm2"))
-    """Base model. It must be the recipe's base."""
-    recipe: str = "draft_lm_smollm2"
-    """Recipe that trains each draft model."""
-    depths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 4])
-    """Numbers of decoder layers; one draft model is trained for each number."""
-    widths: list[int] = field(default_factory=list)
-    """MLP channels of each draft model. Empty: chosen so that all models have equal numbers of parameters."""
-    reference: Positive = 2
-    """Size of each draft model, as the number of base layers with equally many parameters. ``widths`` overrides it."""
-    train: list[str] = field(default_factory=list)
-    """More settings for the training runs, such as ``[phases.distill.steps=600]``."""
-    suite: str = "mt_bench"
-    limit: Positive | None = 12
-    max_new_tokens: Annotated[int, Field(ge=2)] = 96
-    out: str = "outputs/study"
-    """Folder of the runs and results."""
-
-    def __post_init__(self) -> None:
-        if self.widths and len(self.widths) != len(self.depths):
-            raise ValueError(f"widths needs one width per depth, got {len(self.widths)} for {len(self.depths)} depths")
-
-
-@command("study", StudyConfig, __doc__)
-def main(config: StudyConfig) -> None:
-    """Train every shape, measure all in one interleaved run, and write ``study.json`` and ``study.png``."""
-    out = Path(config.out)
-    make_folder(out, "out=...")
-    display = Display()
-    with display.stage(f"base {config.base.name}"):
-        base = BaseModel.load(config.base)
-    widths = config.widths or [equal_width(base, config.reference, depth) for depth in config.depths]
-    folders = [out / f"depth{depth}-width{width}" for depth, width in zip(config.depths, widths, strict=True)]
-    for depth, width, folder in zip(config.depths, widths, folders, strict=True):
-        with display.stage(f"training {depth} layers of {width} channels"):
-            train(config, depth, width, folder)
-    with display.stage(f"the base's answers: {config.suite}"):
-        texts = base_answers(
-            base, suite=config.suite, limit=config.limit, max_new_tokens=config.max_new_tokens, seed=config.seed
-        )
+def main(given: Sequence[str] | None = None) -> None:
+    """Train every shape, measure all in one interleaved run, and print the table."""
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--depths", default="1,2,4", help="numbers of decoder layers")
+    add("--widths", default="", help="MLP channels of each draft model (default: equal numbers of parameters)")
+    add("--reference", type=int, default=2, help="size of each draft model, in layers of the base")
+    add("--suite", default="mt_bench")
+    add("--limit", type=int, default=12)
+    add("--max-new-tokens", type=int, default=96)
+    add("--out", type=Path, default=Path("outputs/draft_shapes"), help="folder of the runs")
+    add("--plot", type=Path, metavar="FILE.png")
+    add("settings", nargs="*", metavar="key=value", help="more settings of the training runs")
+    arguments = options.parse_args(given)
+    depths = numbers("depths", arguments.depths)
+    widths = numbers("widths", arguments.widths) if arguments.widths else []
+    if widths and len(widths) != len(depths):
+        raise UserError(f"--widths needs one width per depth, got {len(widths)} for {len(depths)} depths")
+    base = load_base(BASE)
+    widths = widths or [equal_width(base, arguments.reference, depth) for depth in depths]
+    folders = [arguments.out / f"depth{depth}-width{width}" for depth, width in zip(depths, widths, strict=True)]
+    for depth, width, folder in zip(depths, widths, folders, strict=True):
+        train(arguments.settings, depth, width, folder)
+    suite = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": arguments.max_new_tokens}
+    texts = base_answers(base, **suite)
     heads = {folder.name: load_head(folder / "head", base) for folder in folders}
-    rows = []
-    for name, head in heads.items():
-        with display.stage(f"acceptance and latency of {name}"):
-            rows.append({"name": name, **predicted(base, head, texts)})
-    with display.stage("measuring the speed of all draft models in one run"):
-        timed = measure_speeds(base, heads, rows, texts, config.max_new_tokens)
-    record = {"recipe": config.recipe, "suite": config.suite, "limit": config.limit, "rows": rows}
-    measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
-    write_json(out / "study.json", record | {"hardware": measured_on, "versions": versions()})
-    draw(rows, out / "study.png")
-    for_console = [
+    rows = [{"name": name, **predicted(base, head, texts)} for name, head in heads.items()]
+    timed = measure_speeds(base, heads, rows, texts, arguments.max_new_tokens)
+    save_record(arguments, "draft_shapes", {"rows": rows, "other_processes_cores": timed.other_processes_cores})
+    if arguments.plot:
+        draw(rows, arguments.plot)
+    table = [
         {"shape": row["name"], "parameters": f"{row['parameters'] / 1e6:.1f} M", "acceptance": row["acceptance"]}
         | {"draft ms": 1e3 * row["draft_s"], "chain": row["draft_tokens"], "tau": row["tokens"]}
         | {"predicted tok/s": row["predicted"], "measured": row["measured"]}
         for row in sorted(rows, key=lambda row: -row["measured"])
     ]
-    display.console.print(ResultTable.of("Draft models of equal size", for_console).console())
-    display.line(other_processes_line(timed.other_processes_cores))
-    best, expected = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
-    display.line(f"fastest: {best}; predicted: {expected}   {out / 'study.json'}, {out / 'study.png'}")
+    print_table(f"Draft models of equal size; {other_processes_line(timed.other_processes_cores)}", table)
 
 
 def equal_width(base: BaseModel, reference: int, depth: int) -> int:
@@ -131,13 +98,13 @@ def equal_width(base: BaseModel, reference: int, depth: int) -> int:
     return 16 * round(width / 16)
 
 
-def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
+def train(more: Sequence[str], depth: int, width: int, folder: Path) -> None:
     """Train a draft model of ``depth`` layers and ``width`` MLP channels in a new process and the run ``folder``.
 
     A run that is finished already ends at once.
     """
-    settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
-    settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
+    settings = [f"recipe={RECIPE}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
+    settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *more]
     done = subprocess.run([sys.executable, "-m", "drafthead", "train", *settings], check=False)
     if done.returncode:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its output above has the reason")
@@ -177,7 +144,9 @@ def measure_speeds(
     length ("tokens_decoded") to each head's row in ``rows``. A row's "name" is the head's key in ``heads``. Answers
     have up to ``new`` tokens.
     """
-    prompts = [EvalPrompt("study", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)]
+    prompts = [
+        EvalPrompt("draft shapes", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)
+    ]
     decoders: dict[str, Decoder] = {"autoregressive": partial(decode, base, None, max_new_tokens=new)}
     for row in rows:
         chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"]))
@@ -227,3 +196,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("ms per draft token (lines: predicted speedup)")
     axes.set_ylabel("acceptance of the first draft")
     save_png(figure, path)
+
+
+if __name__ == "__main__":
+    entry_point(main)

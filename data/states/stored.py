@@ -1,0 +1,145 @@
+"""Hidden states of documents on disk. S tokens of all documents, T of one."""
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafthead.errors import UserError
+from drafthead.files.local import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FORMAT = 3
+"""Version of the file format. Stores of other versions are not opened."""
+_STATES, _MARKS = "states.bin", "marks.bin"
+
+
+class StoredStates:
+    """Hidden states of documents in one memory-mapped file, which several processes and runs can fill.
+
+    The file is sparse: documents that are not filled take no space. A document's checksum is written after its states,
+    and compared when a process first reads it. This detects documents that a kill, a power failure or a bad disk has
+    damaged.
+    """
+
+    def __init__(
+        self, folder: Path, lengths: npt.NDArray[np.int64], width: int, dtype: str, manifest: dict[str, Any]
+    ) -> None:
+        """Create a store for documents of ``lengths`` tokens in ``folder``, or open the existing one.
+
+        ``width`` is the number of values per token, ``dtype`` "float16" or "bfloat16". ``manifest`` names all that
+        determines the states (base, tokens, layers), as JSON values. An existing store with other sizes or another
+        manifest raises a ``UserError``.
+        """
+        self.folder, self.width, self._dtype_name, self._dtype = folder, width, dtype, _DTYPES[dtype]
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
+        count, tokens = len(lengths), int(self._offsets[-1])
+        sizes = {"documents": count, "tokens": tokens, "width": width, "dtype": dtype, "format": FORMAT}
+        with exclusive(folder):
+            if not check_manifest(folder, {**manifest, "store": sizes}, "remove the folder or choose another one"):
+                with disk_errors("hidden states", folder):
+                    for name, size in ((_STATES, tokens * self._token_bytes), (_MARKS, 4 * count)):
+                        with (folder / name).open("wb") as file:
+                            file.truncate(size)
+                    write_manifest(folder, {**manifest, "store": sizes})
+        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
+        self._stored = _map(folder, _STATES, np.int16, (tokens, width))
+        self._values = torch.from_numpy(self._stored).view(self._dtype)
+        self._marks = _map(folder, _MARKS, np.uint32, (count,), "r")
+        """Checksum of each document; 0: not filled."""
+        self._checked = np.zeros(count, dtype=np.bool_)
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.width * self._dtype.itemsize
+
+    def missing(self, documents: Sequence[int]) -> list[int]:
+        """Return the ``documents`` that are not filled, by all processes so far."""
+        marks = np.fromfile(self.folder / _MARKS, np.uint32)  # the map may be behind on a network file system
+        return [document for document in documents if not marks[document]]
+
+    def require_space(self, documents: Sequence[int]) -> None:
+        """Raise a ``UserError`` if the disk has no room for the states of ``documents``."""
+        tokens = sum(int(self._offsets[n + 1] - self._offsets[n]) for n in documents)
+        require_space(self.folder, tokens * self._token_bytes, "hidden states")
+
+    def write(self, documents: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Store the states [T, width] of each document, of any float dtype and device.
+
+        Raises a ``UserError`` if a finite value overflows the store's dtype; no document is then stored.
+        """
+        stored = [self._rounded(states) for states in values]
+        with disk_errors("hidden states", self.folder):
+            # Not by the map: if the disk is full, writing to a map ends the process.
+            with (self.folder / _STATES).open("r+b") as file:
+                for document, data in zip(documents, stored, strict=True):
+                    file.seek(int(self._offsets[document]) * self._token_bytes)
+                    file.write(data.data)
+            self._mark(documents, [_checksum(data) for data in stored])
+
+    def read(self, documents: Sequence[int]) -> list[Tensor]:
+        """Return the states [T, width] of each document as views of the file, which are not to be changed.
+
+        A missing or damaged document raises a ``UserError``. A damaged one counts as missing from then on.
+        """
+        for document in documents:
+            if not self._marks[document]:
+                raise UserError(
+                    f"document {document} of {self.folder} has no hidden states yet; give the same command again to "
+                    "compute them"
+                )
+            if not self._checked[document]:
+                if _checksum(self._stored[self._span(document)]) != self._marks[document]:
+                    self._mark([document], [0])
+                    raise UserError(
+                        f"document {document} of {self.folder} does not match its checksum: the disk or a crash "
+                        "damaged it. Give the same command again to recompute it"
+                    )
+                self._checked[document] = True
+        return [self._values[self._span(document)] for document in documents]
+
+    def _span(self, document: int) -> slice:
+        return slice(int(self._offsets[document]), int(self._offsets[document + 1]))
+
+    def _rounded(self, values: Tensor) -> npt.NDArray[np.int16]:
+        """Round states to the store's dtype, in host memory, and check that all finite values fit."""
+        values = values.detach()
+        stored = values.to(self._dtype)
+        overflow = torch.isinf(stored) & torch.isfinite(values)
+        if bool(overflow.any()):
+            largest = float(values[overflow].abs().max())
+            raise UserError(
+                f"a hidden state of {largest:.3g} does not fit {self._dtype_name} (largest "
+                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16 to store hidden states in bfloat16"
+            )
+        rounded: npt.NDArray[np.int16] = stored.cpu().contiguous().view(torch.int16).numpy()
+        return rounded
+
+    def _mark(self, documents: Sequence[int], checksums: Sequence[int]) -> None:
+        with (self.folder / _MARKS).open("r+b") as file:
+            for document, checksum in zip(documents, checksums, strict=True):
+                file.seek(4 * document)
+                file.write(np.uint32(checksum).tobytes())
+
+
+def _map(
+    folder: Path, name: str, dtype: type, shape: tuple[int, ...], mode: Literal["r", "r+"] = "r+"
+) -> "np.memmap[Any, Any]":
+    path, expected = safe_join(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+    try:
+        size = path.stat().st_size
+        if size != expected:
+            raise UserError(f"{path} has {size} bytes, expected {expected}; remove {folder} to fill it again")
+        return np.memmap(path, dtype=dtype, mode=mode, shape=shape)
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened ({error.strerror}); remove {folder} to fill it again") from None
+
+
+def _checksum(states: npt.NDArray[np.int16]) -> int:
+    """Return the checksum of a document's bytes. It is never 0, because 0 marks an unfilled document."""
+    return zlib.crc32(np.ascontiguousarray(states).data) or 1
