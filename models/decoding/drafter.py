@@ -45,8 +45,7 @@ class Proposal:
     tokens: Tensor  # [B, N] int64; column 0 is the root, the last committed token; padding has any token
     shape: TreeShape
     draft_sampling: DraftSampling  # of candidates with ``probs``; the others are top-k
-    probs: Tensor | None = None
-    """[B, Q, V]: the Q distributions, after warping, from which candidates were sampled."""
+    probs: Tensor | None = None  # [B, Q, V]: the Q distributions, after warping, from which candidates were sampled
     prob_index: Tensor | None = None
     """[B or 1, N, S] int64: for each of the up to S children of a node, the index in ``probs`` of the distribution from
     which the child was drawn; -1: top-k."""
@@ -209,8 +208,7 @@ class Session(SessionPart):
     ``commit`` tells the session the committed tokens and the nodes that became them.
     """
 
-    lengths: list[int]
-    """Number of committed tokens of every row that the base has read: all but the last committed one."""
+    lengths: list[int]  # number of committed tokens of every row that the base has read: all but the last committed one
 
     @abstractmethod
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:

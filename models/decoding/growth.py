@@ -20,8 +20,7 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import is_host, on_device, wide_dtype
 
-MISSING = -1
-"""Stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children."""
+MISSING = -1  # stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:

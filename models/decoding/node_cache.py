@@ -26,8 +26,7 @@ from drafthead.system.devices import on_device
 ROW_BY_ROW = 32
 """Rows of a batch are read together, in one padded pass, if each has at most this many unread positions. Otherwise they
 are read one by one, because the masks of a padded pass would cost more."""
-INITIAL_CAPACITY = 256
-"""Spare positions of a new cache; capacity doubles when they are used up."""
+INITIAL_CAPACITY = 256  # spare positions of a new cache; capacity doubles when they are used up
 
 
 def add_nodes(ancestors: Tensor | None, parents: Tensor) -> Tensor:

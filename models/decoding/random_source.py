@@ -15,8 +15,7 @@ from torch import Tensor
 
 from drafthead.system.devices import wide_dtype
 
-DRAFT, VERIFY = 0, 1
-"""Separate streams of random numbers, so that drafting does not change the numbers of verification."""
+DRAFT, VERIFY = 0, 1  # separate streams of random numbers, so that drafting does not change the numbers of verification
 
 
 class RandomSource(Protocol):
@@ -105,5 +104,4 @@ def _generator(seed: int, use: int) -> np.random.Generator:
 
 
 _MASK = (1 << 64) - 1
-_BLOCK = 64
-"""Number of random numbers that are generated at once; a walk through a tree seldom needs more."""
+_BLOCK = 64  # number of random numbers that are generated at once; a walk through a tree seldom needs more

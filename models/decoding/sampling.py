@@ -149,8 +149,7 @@ def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
     return sampler if unchanged else replace(sampler, repetition_penalty=own)
 
 
-HEAD = 1024
-"""Number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus."""
+HEAD = 1024  # number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus
 
 
 class FastTopP(TopPLogitsWarper):  # type: ignore[misc]

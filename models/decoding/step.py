@@ -97,8 +97,7 @@ class StepRecord:
     rows: int = 1  # answers that the step continued, this one included
     proposed: int  # drafted nodes, without the root
     depth: int  # drafts on the longest path
-    accepted: int
-    """Drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards."""
+    accepted: int  # drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards
     committed: int  # tokens added to the answer: accepted drafts and the bonus, without those cut off
     entropy: float = float("nan")
     """Entropy, in nats, of the target's distribution of the step's first token, before temperature and top-p; nan

@@ -28,10 +28,8 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
 
 DEFAULT_MEMORY = 16384
-MOST_TOKENS = 256
-"""Largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes."""
-LONGEST_MATCH = 3
-"""Longest n-gram of prompt lookup, unless TOKENS drafts need a longer match because of ``PER_MATCH``."""
+MOST_TOKENS = 256  # largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes
+LONGEST_MATCH = 3  # longest n-gram of prompt lookup, unless TOKENS drafts need a longer match because of ``PER_MATCH``
 
 
 def _prompt_lookup(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:

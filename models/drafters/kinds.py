@@ -6,34 +6,27 @@ from dataclasses import dataclass
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 
-Parts = list[tuple[Drafter, DraftConfig]]
-"""The drafters of a combination, with their configs."""
+Parts = list[tuple[Drafter, DraftConfig]]  # the drafters of a combination, with their configs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """Syntax of one kind of drafter in expressions: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
 
-    form: str
-    """The syntax as messages show it, such as ``model:NAME[:TOKENS]``."""
+    form: str  # the syntax as messages show it, such as ``model:NAME[:TOKENS]``
     build: Callable[["Expression", BaseModel, Parts], Drafter]
     """Builds the drafter for the target; ``Parts`` are those of a combination."""
-    tokens: int = 0
-    """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
+    tokens: int = 0  # number of tokens to draft by default; 0 for kinds that have no number of tokens
     numbers: tuple[int, int] = (0, 0)
     """How many NUMBERs an expression must have, and how many it can have: (1, 2) for ``early_exit:LAYERS[:TOKENS]``."""
     tokens_at: int = 0
     """Index, from 0, of the NUMBER that is the number of tokens to draft. Without this NUMBER, ``tokens`` is used."""
     takes_name: bool = False
     needs_name: bool = False
-    name_last: bool = False
-    """True if the NAME follows one NUMBER."""
-    check_name: Callable[[str], object] = lambda name: None
-    """Reject a NAME, before any model is loaded."""
-    combines: bool = False
-    """True if ``kind:`` is followed by several drafters, joined by ``+``."""
-    nests: bool = False
-    """True if ``kind:A+B+C`` stands for ``kind:A+(kind:B+C)``."""
+    name_last: bool = False  # the NAME follows one NUMBER
+    check_name: Callable[[str], object] = lambda name: None  # reject a NAME, before any model is loaded
+    combines: bool = False  # ``kind:`` is followed by several drafters, joined by ``+``
+    nests: bool = False  # ``kind:A+B+C`` stands for ``kind:A+(kind:B+C)``
 
 
 @dataclass(frozen=True)
@@ -41,16 +34,12 @@ class Expression:
     """A drafter as parsed from its text, such as ``head+prompt_lookup:8``."""
 
     text: str
-    kind: str
-    """A word of the grammar, or ``combine`` for ``A+B``."""
-    name: str = ""
-    """The NAME (a folder, model, corpus or policy), or ""."""
+    kind: str  # a word of the grammar, or ``combine`` for ``A+B``
+    name: str = ""  # the NAME (a folder, model, corpus or policy), or ""
     numbers: tuple[int, ...] = ()
     default_tokens: int = 0
-    most_tokens: int | None = None
-    """The N of ``@N``: largest number of drafts on a path; None without ``@N``."""
-    parts: tuple["Expression", ...] = ()
-    """The drafters of a combination, in order."""
+    most_tokens: int | None = None  # the N of ``@N``: largest number of drafts on a path; None without ``@N``
+    parts: tuple["Expression", ...] = ()  # the drafters of a combination, in order
 
     @property
     def tokens(self) -> int:

@@ -18,8 +18,7 @@ from drafthead.system.display import Display
 BATCHES_PER_BLOCK = 2
 """Batches per block of prompts that are answered together. Larger blocks keep the batch full for longer; smaller blocks
 lose less work in an interruption."""
-LOGIT_ROWS = 512
-"""Number of positions whose logits are in memory at once."""
+LOGIT_ROWS = 512  # number of positions whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ MARKER = "\u0001"
 MIN_CHARS = 12
 """Smallest number of characters of a prompt that the base writes. Shorter ones, mostly greetings, are dropped."""
 MAX_TURN_TOKENS = 60
-EXPECTED_YIELD = 0.6
-"""Expected share of the base's own prompts that end within the limit and are not duplicates."""
+EXPECTED_YIELD = 0.6  # expected share of the base's own prompts that end within the limit and are not duplicates
 
 
 def self_prompted_prompts(
