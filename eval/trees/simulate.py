@@ -68,7 +68,7 @@ def positions(
 def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
     """Return the base's hidden states [1, T, D] that the drafter reads: the stored ones if they suffice."""
     if text.hidden_states is None or drafter.spec.layers:
-        return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
+        return base.hidden_states(TrainBatch.of([text.ids], text.boundary), drafter.spec)
     stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
     return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
