@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import at_least, entry_point, filled, listed, new_record, now, numbers, parser, print_table
+from figures import svg
 from heads_table import caption, figure, markdown, rows
 
 from drafthead.data.answers.store import Answer
@@ -410,7 +411,7 @@ def main(given: list[str] | None = None) -> int:
         if not record.content["runs"]:
             raise UserError(f"{arguments.json} has no trained head yet; run the stages measure and train first")
         print_table(caption(record.content), rows(record.content))
-        write_atomic(arguments.json.with_suffix(".svg"), figure(record.content))
+        write_atomic(arguments.json.with_suffix(".svg"), svg(figure(record.content), "heads"))
         for page in PAGES if arguments.write else ():
             write_atomic(page, filled(page, MARKS, f"{markdown(record.content)}\n"))
     for name, message in failed.items():

@@ -159,10 +159,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         else:
             tree = parse_tree(self.tree, drafter.depth) or read_tree(Path(self.tree), drafter.depth)
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
-            raise UserError(
-                f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
-                "shallower tree"
-            )
+            raise UserError(f"tree={self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions")
         draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
         if confidence_threshold is None:
             static = isinstance(tree, TokenTree) and draft_sampling is DraftSampling.TOP_K
@@ -244,6 +241,5 @@ class EvalRunConfig(EvalConfig):
         varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
         if self.grid and (varied or not self.rule.lossless):
             raise UserError(
-                "a grid chooses the tree and the threshold itself and needs a head and a lossless rule; remove tree, "
-                "confidence_threshold, drafter and rule"
+                "a grid chooses tree and threshold of a head; remove tree, confidence_threshold, drafter and rule"
             )

@@ -24,7 +24,7 @@ from drafthead.eval.lossless.equality import (
     logit_margin,
     recompute_tokens,
 )
-from drafthead.eval.metrics.served import compare_engines
+from drafthead.eval.metrics.engine_comparison import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise
 from drafthead.eval.report.report import write_report
@@ -77,7 +77,7 @@ def evaluate(
         calibration: the calibration of the head's tree, for the report.
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half; None: generated if a prediction needs them.
+        development: the base's answers to the dev half; generated if a prediction needs them.
         training_data: a line about the head's training data, for the report.
 
     Returns:
@@ -143,10 +143,8 @@ def predict(
     costs: CostModel,
     texts: Sequence[Answer] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the performance expected on ``config``'s test half, simulated on its dev half.
+    """Return the performance expected on ``config``'s test half, simulated on the answers ``texts`` to its dev half.
 
-    The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
-    the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
     than the temperature, prompts are answered in batches, or a combined drafter samples its drafts.
     """
@@ -173,8 +171,7 @@ def predict(
 def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
     """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
 
-    They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the
-    final ones, those of decoding are kept in the answers, which saves a second forward pass.
+    If the drafter reads only final hidden states, the answers keep those of decoding, which saves a second pass.
     """
     return base_answers(
         base,
@@ -273,7 +270,6 @@ def _equalities(
 ) -> dict[str, list[Equality]]:
     """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
 
-    For ``engines`` (the names of serving engines' methods), two logits closer than ``config.engine.tie`` are a tie.
     Sampled answers of transformers are not compared, because transformers draws other random numbers. If drafts may
     change sampled answers, the result is empty.
     """
@@ -300,11 +296,9 @@ def _compared(
     tie: float | None,
     recompute: Callable[..., tuple[int | None, int | None]] | None = None,
 ) -> list[Equality]:
-    """Compare the answers of ``method`` with those of the method ``expected``, turn by turn.
+    """Compare the answers of two methods, turn by turn; two logits closer than ``tie`` are a tie.
 
-    Two logits closer than ``tie`` are a tie (None: a limit by the base's dtype). ``recompute`` helps to explain other
-    differences: it takes the prompt ids, the answer's ``DecodeResult`` and the first differing position, and returns
-    the tokens of ``recompute_tokens``. None: such differences stay unexplained.
+    ``recompute`` takes prompt ids, result and the first differing position, to explain other differences.
     """
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
@@ -324,10 +318,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
-
-    ``equalities`` has, per method, the comparison of its answers with our autoregressive answers.
-    """
+    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures."""
     plain = {
         engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
         for engine in served.facts

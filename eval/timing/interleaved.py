@@ -150,10 +150,7 @@ class _Run:
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
-    """Return ``count`` random orders of ``names``, in which each name is in each position equally often.
-
-    The orders are all rotations of a shuffle, then all rotations of another shuffle, and so on.
-    """
+    """Return random orders in which each name is in each position equally often: rotations of shuffles."""
     rng = random.Random(seed)
     orders: list[list[str]] = []
     while len(orders) < count:

@@ -30,11 +30,9 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[Answer]:
-    """Let the base answer ``limit`` prompts (None: all) of a suite; return its answers in order of prompt and turn.
+    """Let the base answer ``limit`` prompts of a suite; return its answers in order of prompt and turn.
 
-    ``split`` is the half of the suite: "dev", "test", or "all" for both. ``tasks`` None means all tasks. Later turns
-    follow the base's earlier answers. A conversation ends before a turn that is too long for the base's context. If
-    nothing can be answered, a ``UserError`` is raised.
+    Later turns follow the base's earlier answers. A conversation ends before a turn that is too long for the context.
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, tasks, split)
@@ -55,8 +53,7 @@ def base_answers(
     texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
         raise UserError(
-            f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
-            "max_new_tokens"
+            f"no prompt of {suite} leaves max_new_tokens={max_new_tokens} free in a context of {base.max_context}"
         )
     return texts
 

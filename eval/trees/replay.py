@@ -39,10 +39,9 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
+    """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
 
-    Acceptance is simulated with ``answers``, and speedup predicted with ``costs``. A tree is simulated on answers that
-    its search did not use.
+    A tree is simulated on answers that its search did not use.
     """
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}

@@ -72,7 +72,7 @@ def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> N
     answer = base.tokenizer.decode(first.ids[first.boundary :], skip_special_tokens=True).strip()
     asked = base.tokenizer.decode(second.ids[: second.boundary])
     assert answer in asked and "then" in asked and "then" not in base.tokenizer.decode(other.ids)
-    with pytest.raises(UserError, match="lower max_new_tokens"):
+    with pytest.raises(UserError, match="leaves max_new_tokens"):
         base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 

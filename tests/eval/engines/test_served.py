@@ -20,12 +20,12 @@ import torch
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve
-from drafthead.eval.engines.servers import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
-from drafthead.eval.metrics.served import engine_failures, engine_lines
+from drafthead.eval.metrics.engine_comparison import engine_failures, engine_lines
 from drafthead.eval.report.tables import console_lines, markdown_table
 from drafthead.eval.timing.interleaved import one_by_one, run_interleaved
 from drafthead.eval.timing.methods import engine_methods
