@@ -19,9 +19,10 @@ from common import at_least, entry_point, generated, numbers, parser, print_tabl
 
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import load_suite
-from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.calibrate import calibrate
 from drafthead.eval.trees.cost_model import SIZES, measure_costs
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.heads.parts.draft_head import DraftHead

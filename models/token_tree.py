@@ -60,7 +60,7 @@ class TokenTree:
             paths.append((*paths[parent], rank))
         return tuple(paths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return max(len(p) for p in self.paths)
 
@@ -120,9 +120,9 @@ class TreeShape:
     Rows with fewer nodes are padded with nodes of parent -1.
     """
 
-    parents: Tensor  # [B or 1, N] int64, -1 for the root and for padding; before its children
+    parents: Tensor  # [B or 1, N] int64, -1 for the root and for padding; a parent stands before its children
     depths: Tensor  # [B or 1, N] int64, 0 for the root and for padding
-    ancestors: Tensor  # [B or 1, N, N] bool: node j is node i or one of its ancestors
+    ancestors: Tensor  # [B or 1, N, N] bool: [i, j] is true if node j is node i or one of its ancestors
     children: Tensor
     """[B or 1, N, S] int64: children in the order in which verification tries them, then ``NO_CHILD``. In a tree
     combined from several drafters, a node may be listed several times."""

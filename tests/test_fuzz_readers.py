@@ -28,7 +28,7 @@ from drafthead.data.text.sources import SourceConfig, iter_documents, iter_promp
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.errors import UserError
 from drafthead.eval.timing.result_log import ResultLog
-from drafthead.eval.trees.answers import read_texts
+from drafthead.eval.trees.finished_answers import read_texts
 from drafthead.files.local import (
     read_checksummed_json,
     read_json,

@@ -1,11 +1,15 @@
-"""HTTP client for model servers, which may be slow, faulty or hostile."""
+"""HTTP client for model servers, which may be slow, faulty or hostile, and what all their answers share."""
 
 import asyncio
+import json
+import os
+from collections.abc import Sequence, Set
 from typing import Any
 
 import httpx2
 import openai
 
+API_KEY = "OPENAI_API_KEY"
 MAX_RESPONSE = 16 << 20
 """Largest response that is read, in bytes. An answer of 100,000 tokens with its prompt has about 2 MB."""
 SHOWN_KEY = 4
@@ -55,3 +59,29 @@ def masked(text: str, key: str) -> str:
         for start in range(len(key) - size + 1):
             text = text.replace(key[start : start + size], "...")
     return text[:300]
+
+
+def api_key() -> str:
+    """Return the key of the environment; an empty string if there is none."""
+    return os.environ.get(API_KEY, "").strip()
+
+
+def error_text(error: openai.OpenAIError, key: str) -> str:
+    """Return the reason of an error in one line, without the API key, which some servers repeat in messages."""
+    if not isinstance(error, openai.APIStatusError):
+        cause = error.__cause__
+        return masked(f"{type(cause).__name__}: {cause}" if cause else str(error), key)
+    if error.status_code < 400:
+        address = error.response.headers.get("location", "an address that it does not name")
+        return f"{error.status_code}: it redirects to {masked(address, key)}"
+    body: Any = error.body
+    for name in ("error", "message", "detail"):
+        if isinstance(body, dict) and name in body:
+            body = body[name]
+    return f"{error.status_code}: {masked(body if isinstance(body, str) else json.dumps(body), key)}"
+
+
+def through_end(tokens: Sequence[int], eos_ids: Set[int]) -> list[int] | None:
+    """Return the tokens up to and including the first end-of-turn token; None if there is none."""
+    end = next((index for index, token in enumerate(tokens) if token in eos_ids), None)
+    return None if end is None else list(tokens[: end + 1])

@@ -5,9 +5,7 @@ here. All other errors end the run with one line.
 """
 
 import asyncio
-import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -18,7 +16,7 @@ import openai
 from openai.types import Completion, CompletionChoice
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.http_client import LimitedClient, masked
+from drafthead.data.answers.http_client import API_KEY, LimitedClient, api_key, error_text, through_end
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer, encode, encode_after
 from drafthead.errors import UserError
@@ -26,7 +24,6 @@ from drafthead.errors import UserError
 Log = Callable[[str], None]
 """Function that prints a line for the user."""
 T = TypeVar("T")
-API_KEY = "OPENAI_API_KEY"
 TRANSIENT = (408, 409, 429)
 """HTTP statuses below 500 that the ``openai`` client retries. It also retries all server errors (500 and above)."""
 PROBE_TOKENS = 32
@@ -77,10 +74,9 @@ class Completions:
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
-        """Return the answer in the server's response to ``prompt``.
+        """Return the answer in the server's response: its token ids or, with ``as_text``, its text, tokenised here.
 
-        The answer's tokens are the response's token ids or, with ``as_text``, its text, which is tokenised here. Raises
-        a ``BadAnswerError`` for a fault that another try may not have, and a ``UserError`` for other faults.
+        A fault that another try may not have is a ``BadAnswerError``.
         """
         choice = _only_choice(completion)
         number, ids = prompt
@@ -94,16 +90,14 @@ class Completions:
         if not finished and len(answer) < self.sampler.max_new_tokens and not as_text:
             raise UserError(
                 f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
-                f"{self.sampler.max_new_tokens} tokens; give the server a longer context, or lower "
-                "sampler.max_new_tokens"
+                f"{self.sampler.max_new_tokens} tokens; give the server a longer context"
             )
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, prompt_ids: list[int], as_text: bool) -> list[int]:
         """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text.
 
-        The text is tokenised where it stands, after the prompt. It can have more tokens than were requested; the last
-        ones are then cut off.
+        The text is tokenised after the prompt. Tokens beyond the requested number are cut off.
         """
         most = self.sampler.max_new_tokens
         if as_text:
@@ -124,19 +118,14 @@ class Completions:
     ) -> tuple[list[int], bool]:
         """Return the answer up to and including its end-of-turn token, and True if it has one.
 
-        Servers may leave this token out of an answer that they report as ``finished``. It is then taken from the
-        server's ``stop_reason``, or else from the tokenizer's end-of-sequence token. ``number`` is the prompt's.
+        Servers may leave this token out of a finished answer. It is then their ``stop_reason``, or the tokenizer's.
         """
         if self.sampler.ignore_eos:
             if finished:
-                raise UserError(
-                    f"the server ended the answer to prompt {number} although ignore_eos was requested; set "
-                    "sampler.ignore_eos=false or use vLLM or SGLang"
-                )
+                raise UserError(f"the server ended answer {number} despite ignore_eos; set sampler.ignore_eos=false")
             return answer, False
-        for index, token in enumerate(answer):
-            if token in self.eos_ids:
-                return answer[: index + 1], True
+        if (ended := through_end(answer, self.eos_ids)) is not None:
+            return ended, True
         if not finished or len(answer) == self.sampler.max_new_tokens:
             return answer, False
         stated = getattr(choice, "stop_reason", getattr(choice, "matched_stop", None))
@@ -144,8 +133,7 @@ class Completions:
         eos = next((token for token in candidates if token in self.eos_ids), None)
         if eos is None:
             raise UserError(
-                f"the server ended the answer to prompt {number}, but the base has no end-of-turn token; set "
-                "eos_token_id in the base's generation_config.json"
+                f"the server ended answer {number}, but the base's generation_config.json has no eos_token_id; set it"
             )
         return [*answer, eos], True
 
@@ -162,7 +150,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, log: Log = lambda line: None) -> None:
         self.config, self._log = config, log
-        self._key = os.environ.get(API_KEY, "").strip()
+        self._key = api_key()
         if not (self._key.isascii() and self._key.isprintable()):
             raise UserError(f"{API_KEY} holds characters that no key has; set it again")
         self._logged: set[str] = set()
@@ -189,8 +177,8 @@ class Server:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
             raise self._refusal(error, "the list of models") or UserError(
-                f"no completions server answers at {self.config.root} ({self._error_text(error)}); start it (such as "
-                "`vllm serve MODEL`) or correct data.answers.server.url"
+                f"no completions server answers at {self.config.root} ({error_text(error, self._key)}); start it, such "
+                "as `vllm serve MODEL`, or correct data.answers.server.url"
             ) from None
         except (ValueError, RecursionError):
             rows = []
@@ -200,8 +188,7 @@ class Server:
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.
 
-        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request. Messages name
-        the request by ``request_name``.
+        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request.
         """
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
@@ -217,13 +204,12 @@ class Server:
             except openai.OpenAIError as error:
                 if refusal := self._refusal(error, request_name):
                     raise refusal from None
-                reason = self._error_text(error)
+                reason = error_text(error, self._key)
                 break
             if tried < tries:
                 await asyncio.sleep(0.5)
         raise UserError(
-            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server, "
-            "or lower data.answers.server.concurrency, or raise data.answers.server.timeout or .tries"
+            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server"
         )
 
     async def _note_status(self, response: Any) -> None:
@@ -238,46 +224,22 @@ class Server:
 
     def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
         """Return the ``UserError`` to raise for the client's ``error``, or None if another try may succeed."""
-        root, text = self.config.root, self._error_text(error)
-        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
-            return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
-        if isinstance(error, openai.APIStatusError) and error.status_code < 400:
-            address = masked(error.response.headers.get("location", "an address that it does not name"), self._key)
-            return UserError(
-                f"{root} redirects {request_name} to {address}, which gets no prompts; set data.answers.server.url to "
-                f"the server's own address. {RESUMES.capitalize()}"
-            )
-        if isinstance(error, openai.NotFoundError):
-            return UserError(
-                f"{root} does not serve completions of this model ({text}); correct data.answers.server.url or "
-                f".model. {RESUMES.capitalize()}"
-            )
-        if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
-            return UserError(
-                f"{root} refuses {request_name} ({text}). Requests have token ids as prompts and the fields of vLLM "
-                f"and SGLang; use one of these servers. {RESUMES.capitalize()}"
-            )
-        return None
-
-    def _error_text(self, error: openai.OpenAIError) -> str:
-        """Return the reason of an error in one line, without the API key, which some servers repeat in messages."""
-        if not isinstance(error, openai.APIStatusError):
-            cause = error.__cause__
-            return masked(f"{type(cause).__name__}: {cause}" if cause else str(error), self._key)
-        body: Any = error.body
-        for key in ("error", "message", "detail"):
-            if isinstance(body, dict) and key in body:
-                body = body[key]
-        return f"{error.status_code}: {masked(body if isinstance(body, str) else json.dumps(body), self._key)}"
+        status = error.status_code if isinstance(error, openai.APIStatusError) else 500
+        if status in TRANSIENT or status >= 500:
+            return None
+        advice = "requests have token ids as prompts and the fields of vLLM and SGLang; use one of these servers"
+        if status in (401, 403):
+            advice = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
+        elif status < 400:
+            advice = "no prompt is sent there; set data.answers.server.url to the server's own address"
+        elif status == 404:
+            advice = "it does not serve completions of this model; correct data.answers.server.url or .model"
+        text = error_text(error, self._key)
+        return UserError(f"{self.config.root} refuses {request_name} ({text}): {advice}. {RESUMES.capitalize()}")
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """Return the name under which the server of ``config`` serves the model named ``base``.
-
-    Raises a ``UserError`` if the server does not serve it, or serves it with a context shorter than ``longest`` tokens,
-    the most that a prompt and its answer can have.
-    """
+    """Return the name under which the server serves the model ``base``; reject a context below ``longest`` tokens."""
 
     async def served_models() -> dict[str, int | None]:
         async with Server(config) as server:
@@ -296,8 +258,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     if isinstance(context, int) and context < longest:
         raise UserError(
             f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
-            f"{longest} (data.answers.max_prompt_tokens + sampler.max_new_tokens); lower these limits, or raise the "
-            "server's context"
+            f"{longest}; lower data.answers.max_prompt_tokens or sampler.max_new_tokens"
         )
     return model
 
@@ -318,10 +279,7 @@ class ServerBackend:
     _model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``server``: the base's name on the server and the answers' form, ids or text.
-
-        If ``recorded``, the manifest of a resumed corpus, has this entry, it is returned and the server is not asked.
-        """
+        """Return the manifest's entry ``server``: that of a resumed corpus, or the base's name and form of answers."""
         self._recorded = recorded.get("server")
         if self._recorded is None:
             model, as_text = self._find_model()
@@ -341,8 +299,7 @@ class ServerBackend:
         if share < self.config.min_greedy_match_rate:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
-                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more. The server has another model, or a "
-                "strongly quantised one; serve the base, or lower data.answers.server.min_greedy_match_rate"
+                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more; serve the base itself"
             )
 
     def shards(
@@ -350,9 +307,8 @@ class ServerBackend:
     ) -> Iterator[tuple[int, list[Answer]]]:
         """Yield (shard number from 0, its answers) for every ``SHARD_ROWS`` answers, in the order of their arrival.
 
-        Only the first process of ``group`` requests and yields answers; the others yield nothing. ``done`` has the
-        numbers of prompts that need no answer.
-        ``on_done`` is called after every answer. Before an error is raised, finished answers are yielded.
+        Only the first process of ``group`` requests answers, to prompts not in ``done``. Before an error is raised,
+        finished answers are yielded.
         """
         if group.rank:
             return
@@ -384,7 +340,7 @@ class ServerBackend:
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 raise UserError(
                     f"the corpus was started with answers as {self._recorded['answers']}, and {self.config.root} now "
-                    "gives another form; resume with a server like the first, or choose another data.folder"
+                    "gives another form; choose another data.folder"
                 )
             self._model = model, as_text
         return self._model
@@ -402,8 +358,8 @@ class ServerBackend:
     ) -> Iterator[Answer]:
         """Yield answers as they arrive, with ``config.concurrency`` requests at a time.
 
-        With ``check_prompts``, raise a ``UserError`` if the server reads a prompt as another number of tokens. An error
-        or an interrupt cancels the open requests. An error is raised after all finished answers are yielded.
+        With ``check_prompts``, reject a server that reads a prompt as another number of tokens. An error or an
+        interrupt cancels the open requests; it is raised after all finished answers.
         """
         if not prompts:
             return
@@ -416,8 +372,7 @@ class ServerBackend:
                 length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
                 if check_prompts and isinstance(length, int) and length != len(prompt[1]):
                     raise UserError(
-                        f"the server read {length} tokens of a prompt that has {len(prompt[1])}; its tokenizer differs "
-                        "or adds special tokens around prompts: serve the base itself"
+                        f"the server read {length} tokens of a prompt of {len(prompt[1])}; serve the base itself"
                     )
                 return completions.parse(completion, prompt, as_text)
 

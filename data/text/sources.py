@@ -29,7 +29,7 @@ ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # names of roles in datasets
-CONVERSATIONS = ("messages", "conversations", "conversation")  # columns
+CONVERSATIONS = ("messages", "conversations", "conversation")
 AUTO = "auto"
 SYSTEM_COLUMNS = ("system", "system_prompt")
 PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")

@@ -277,7 +277,7 @@ class TranscriptEncoder:
 
 
 def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Yield ``messages`` with tool calls in the forms that templates expect: objects or JSON, content "" or null."""
+    """Yield ``messages`` with tool calls as templates expect them: objects or JSON, beside content "" or null."""
     yield messages
     if any("tool_calls" in message for message in messages):
         for as_text, content in ((False, None), (True, ""), (True, None)):

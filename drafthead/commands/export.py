@@ -28,7 +28,7 @@ from drafthead.eval.config import SuiteConfig
 from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.report.tables import ResultTable
-from drafthead.eval.trees.answers import base_answers, read_texts
+from drafthead.eval.trees.finished_answers import base_answers, read_texts
 from drafthead.files.local import write_json
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named

@@ -18,33 +18,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
-from drafthead.eval.trees.answers import (
-    AcceptProbsConfig,
-    base_answers,
-    check_writable,
-    read_texts,
-    simulate_texts,
-    text_accept_probs,
-    write_texts,
-)
-from drafthead.eval.trees.cost_model import CostModel, measure_costs
-from drafthead.eval.trees.search import SearchMethod, cross_fitted
+from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
+from drafthead.eval.trees.replay import own_row, row_of, rows
+from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftSampling
-from drafthead.models.decoding.loop import check_ids, default_draft_config
+from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.simulation.acceptance import AcceptProbs, SimulatedAcceptance, simulate_acceptance
-from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display
 
@@ -136,19 +127,10 @@ def main(config: ReplayConfig) -> None:
         display.line(f"figure: {config.plot}")
 
 
-def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
-    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` is predicted (None: unknown)."""
-    numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
-    return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
-
-
 def head_rows(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for ``head``: chains and, unless ``rule=block``, trees of ``config.nodes``.
-
-    If the head has a confidence threshold, its own tree has a row too, with top-k drafts and the exact rule only.
-    """
+    """Return the rows of ``head``: chains, trees of ``config.nodes`` and, if it has a threshold, its own tree."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
@@ -167,40 +149,3 @@ def head_rows(
         with display.stage("the head's own tree with its confidence threshold, drafted at every position"):
             table.append(own_row(base, head, texts, config.sampler, config.seed))
     return table
-
-
-def own_row(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
-) -> dict[str, Any]:
-    """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
-    draft_config = default_draft_config(head)
-    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
-    return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
-
-
-def rows(
-    answers: Sequence[AcceptProbs],
-    costs: CostModel,
-    lengths: Sequence[int],
-    sizes: Sequence[int],
-    draft_sampling: DraftSampling,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """Return the table's rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
-
-    Acceptance is simulated with ``answers``, and speedup predicted with ``costs``. A tree is simulated on answers that
-    its search did not use.
-    """
-    depth = answers[0].shape[1]
-    chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
-    trees: dict[int, SimulatedAcceptance] = {}
-    if sizes:
-        # Sampled candidates are tried in order, which only Sequoia's program respects.
-        method: SearchMethod = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
-        trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed), strict=True))
-    drafts = [(f"chain of {length}", length + 1, length, simulated) for length, simulated in chains.items()]
-    drafts += [(f"best tree of {size}", size, depth, simulated) for size, simulated in trees.items()]
-    return [
-        row_of(name, nodes, simulated, costs.speedup(simulated.mean_accepted_length, nodes, deepest))
-        for name, nodes, deepest, simulated in drafts
-    ]

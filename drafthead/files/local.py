@@ -106,13 +106,20 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def _read_bytes(path: Path, count: int = -1) -> bytes:
     try:
-        return json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            return file.read(count)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; check the path") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+
+
+def read_json(path: Path) -> Any:
+    content = _read_bytes(path)
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, 10,000 brackets
         raise UserError(f"{path} is not valid JSON ({one_line(error)}); restore or remove it") from None
 
@@ -164,10 +171,7 @@ def safe_join(folder: Path, name: str) -> Path:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines log, or [] if it does not exist; an incomplete last line is left out."""
-    try:
-        lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    lines = _read_bytes(path).decode(errors="replace").rstrip("\n").split("\n") if path.exists() else []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -195,11 +199,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
 
 def check_header(path: Path) -> None:
     """Reject a safetensors file with a header above ``MAX_HEADER``, which would take minutes and GB to parse."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    size = int.from_bytes(_read_bytes(path, 8), "little")
     if MAX_HEADER < size < path.stat().st_size:  # a larger one is damage, which safetensors reports
         raise UserError(f"{path} has a header of {size >> 20} MiB, at most {MAX_HEADER >> 20} are read; copy it again")
 

@@ -52,9 +52,8 @@ def draw_margin(
     the number's distances from the intervals of both tokens.
     """
     before = ids + expected[:position]
-    probs = (
-        sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].cpu().double()
-    )
+    context = torch.tensor([before], device=base.device)
+    probs = sampler.probs(fresh_logits(base, before)[None], context)[0].cpu().double()
     ends = (probs / probs.sum()).cumsum(0)
     point = sampling_point(seed, position)
     return max(

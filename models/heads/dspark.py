@@ -35,7 +35,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import (
     AnchorContext,
@@ -119,7 +119,7 @@ class DSparkHead(DraftHead):
     attends = True
     low_rank_name = "markov_out"
 
-    def __init__(self, config: DSparkConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: DSparkConfig, base: BaseParts, d2t: Tensor | None) -> None:
         config.check_layers(base.num_layers)
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
@@ -139,31 +139,29 @@ class DSparkHead(DraftHead):
         if config.reads_state:
             self.slot_state = nn.Linear(width, width, bias=False, device=base.device)
             self.slot_offset = nn.Parameter(torch.zeros(config.slots, width, device=base.device))
-        self._start(layers.index(max(layers)))
+        with torch.no_grad():
+            # Select the deepest of the states that are read.
+            deepest = layers.index(max(layers))
+            start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
+            if self.slot_state is not None:
+                self.slot_state.weight.zero_()
         self.projections = self.lm_heads(0)
 
     @torch.no_grad()
-    def _start(self, deepest: int) -> None:
-        """Initialise ``fc``, ``norm`` and, with ``copy_layers``, the layers from the base's weights.
-
-        ``fc`` starts by selecting the deepest of the states that it reads; ``deepest`` is this state's index, from 0.
-        """
-        base = self.base
-        start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
-        if self.config.copy_layers:
-            for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
-                copy_layer(fresh_copy(base.model.model.layers[number], base.model.config, 0, number), layer)
-            self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
-        if self.slot_state is not None:
-            self.slot_state.weight.zero_()
+    def copy_base_layers(self) -> None:
+        """Start the layers as copies of the base's last layers."""
+        base = self.base_model
+        for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
+            copy_layer(fresh_copy(base.model.model.layers[number], base.model_config, 0, number), layer)
+        self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         return [cast(HeadDecoderLayer, layer) for layer in self.layers]
 
-    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        limit = self.config.places
-        return draft_targets.subset(limit) if self.training and limit else draft_targets
+    @property
+    def anchor_limit(self) -> int | None:
+        return self.config.places if self.training else None
 
     def fuse(self, states: Tensor) -> Tensor:
         """Map the base's concatenated states to the context that layers attend to: [..., layers * D] -> [..., D]."""
@@ -199,30 +197,23 @@ class DSparkHead(DraftHead):
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         depth = len(draft_targets.valid)
-        if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(depth, 0, self.base.hidden_size)
         assert base_hidden.layers is not None
         # Nothing is drafted after the last token of a document, and its states may be NaN.
         fused = self.fuse(torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0))
-        context = AnchorContext(batch, draft_targets, fused.dtype)
+        context = AnchorContext(batch, draft_targets)
         first_tokens = context.at_anchors(batch.input_ids.roll(-1, 1))
-        x = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num()).flatten(1, 2)  # [B, S P, D]
+        blocks = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num())  # [A, P, D]
+        x, fused = blocks.flatten(0, 1)[None], fused.flatten(0, 1)[None]
         positions = context.block_positions(torch.arange(1, self.config.slots + 1, device=x.device))
         for layer in self.decoder_layers:
             # Layers do not change the context: each computes its keys and values from the same fused states.
-            key, value = layer.self_attn.keys_values(fused, batch.position_ids)
+            key, value = layer.self_attn.keys_values(fused, context.positions)
             x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
-        slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
+        slots: Tensor = self.norm(x[0]).unflatten(0, (-1, self.config.slots))
+        return slots[:, self.first_slot : self.first_slot + depth].transpose(0, 1)
 
-    def sink_states(
-        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
-    ) -> list[Tensor]:
-        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
-
-        They are the position's own outputs, moved from the targets to the anchors.
-        """
-        return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
+    def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return hidden
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
@@ -252,18 +243,14 @@ class DSparkSession(HeadSession):
     """A session with a cache of the context's keys and values for all layers."""
 
     inference_head: DSparkHead
-    context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
-        super().__init__(head, rows)
         weight, dtype = head.fc.weight, head.config.inference_dtype(head.base)
         reader = head.packed.get("context", lambda: context_reader(head.decoder_layers, dtype))
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
-        self.context = LayerCache(reader, shape, rows)
-
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        assert base_hidden.layers is not None
-        context.commit(self.inference_head.fuse(base_hidden.layers), counts)
+        fuse = head.inference().fuse
+        self.context = LayerCache(reader, shape, rows, lambda base_hidden: fuse(cast(Tensor, base_hidden.layers)))
+        super().__init__(head, rows, self.context)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head

@@ -94,6 +94,7 @@ class Medusa2Head(MedusaHead):
     """Medusa heads whose base can be trained too."""
 
     config: Medusa2Config
+    base: BaseModel
 
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -187,7 +188,7 @@ class Medusa2Head(MedusaHead):
         ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
         """
         assert self._tuned is not None
-        next_ids, valid = (batch.host or batch).next_tokens(0)
+        next_ids, valid = batch.next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
         ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
         chosen = chosen.to(device, non_blocking=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafthead.errors import UserError
-from drafthead.eval.trees.answers import read_hidden_states
+from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.files.local import read_json_lines
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode

@@ -27,12 +27,9 @@ def found(
         (-5e-5, SPECULATIVE, None, Diagnosis.TIE),
         (3.0, EXPECTED, EXPECTED, Diagnosis.CACHE),
         (3.0, EXPECTED, SPECULATIVE, Diagnosis.MASK),
-        (3.0, EXPECTED, OTHER, Diagnosis.MASK),
         (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.AUTOREGRESSIVE),
-        (3.0, SPECULATIVE, None, Diagnosis.AUTOREGRESSIVE),
         (3.0, OTHER, EXPECTED, Diagnosis.UNKNOWN),
         (3.0, EXPECTED, None, Diagnosis.UNKNOWN),
-        (3.0, None, None, Diagnosis.UNKNOWN),
         (math.nan, EXPECTED, EXPECTED, Diagnosis.CACHE),
     ],
 )

@@ -304,3 +304,10 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
 def test_a_rotary_scaling_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(UserError, match="scaling of type yarn"):
         rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
+
+
+def test_the_command_names_the_base_that_was_written() -> None:
+    llamacpp = next(engine for engine in GGUF.engines if engine.current)
+    assert " -m out/base.gguf -md out/head.gguf " in llamacpp.command("user/base", "out", 3, "q8_0", "out/base.gguf")
+    line = llamacpp.command("user/base", "out", 3, "float32")
+    assert " -m BASE.gguf -md out/head.gguf " in line and " -ctk f32 -ctv f32 " in line

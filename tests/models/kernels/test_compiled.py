@@ -73,7 +73,8 @@ def test_weights_that_do_not_fit_are_refused(weight: torch.Tensor, bias: torch.T
         CompiledWeight(weight, bias, library)
 
 
-def test_it_is_compiled_once(fresh: Path) -> None:
+def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", " ")  # counts as unset
     before = torch.random.get_rng_state()
     if skinny_library() is None:
         pytest.skip("no C++ compiler here")

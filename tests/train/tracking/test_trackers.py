@@ -84,13 +84,6 @@ def test_a_run_that_failed_is_marked_so_in_wandb(open_tracker: Open) -> None:
     tracker._wandb_run.finish.assert_called_once_with(exit_code=1)
 
 
-def test_none_does_nothing(tmp_path: Path) -> None:
-    tracker = Tracker(Accelerator(cpu=True), TrackerConfig(), tmp_path, "name", {}, pytest.fail)
-    tracker.log(row("distill", 1, 1), step=1)
-    tracker.finish({"a": 1})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_package_is_named(open_tracker: Open) -> None:
     tracker, lines = open_tracker(log_with=[])
     tracker.log(row("distill", 1, 1), step=1)
@@ -210,10 +203,8 @@ def test_an_unreachable_wandb_goes_offline(open_tracker: Open, tmp_path: Path, m
     [
         ("auto", {}, "offline"),
         ("auto", {"WANDB_API_KEY": "k"}, "online"),
-        ("auto", {"WANDB_API_KEY": ""}, "offline"),
         ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
         ("offline", {"WANDB_API_KEY": "k"}, "offline"),
-        ("online", {}, "online"),
     ],
 )
 def test_wandb_mode(tmp_path: Path, mode: str, environment: dict[str, str], expected: str) -> None:
@@ -226,5 +217,3 @@ def test_wandb_mode_reads_the_servers_netrc_entry(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert wandb_mode("auto", {"NETRC": str(file)}) == "online"
     assert wandb_mode("auto", {"NETRC": str(file), "WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
-    file.write_text("machine\n")
-    assert wandb_mode("auto", {"NETRC": str(file)}) == "offline"

@@ -1,0 +1,258 @@
+"""Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
+
+Shape legend: B answers at a time, K draft positions, S candidates, n positions, W draft vocabulary, V vocabulary. T:
+tokens in hidden states, start positions of steps in acceptance probabilities. D: hidden size; in [T, D+1], tree depth.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
+from drafthead.data.intervals import Floats
+from drafthead.errors import UserError
+from drafthead.eval.trees.likelihood import MAX_VALUES, check_likelihood, surprisal_sums, target_probs
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
+from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
+from drafthead.models.decoding.loop import EXACT
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import (
+    AcceptProbs,
+    LengthProbs,
+    SimulatedAcceptance,
+    block_accept_probs,
+    candidate_accept_probs,
+    simulate_acceptance,
+    simulate_steps,
+    top_k_accept_probs,
+    trials_in_order,
+)
+from drafthead.models.simulation.ranks import Ranks, answer_ranks
+from drafthead.models.token_tree import TokenTree
+
+
+def positions(
+    drafter: Drafter, texts: list[Answer], base_hidden: list[HiddenStates], device: torch.device
+) -> Iterator[tuple[list[int], Session, Tensor, int]]:
+    """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
+
+    ``rows`` are the answers that have such a position, ``tokens`` [len(rows)] their answer tokens t. ``session`` has
+    committed everything before these tokens. Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0,
+    1]; t = 2 and 3 yield row [0].
+    """
+    prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
+    prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
+    session = drafter.open(len(texts))
+    session.commit(prompts, [text.boundary for text in texts], prompt_hidden)
+    rows = list(range(len(texts)))
+    for t in range(max(text.positions for text in texts)):
+        unfinished = [i for i, row in enumerate(rows) if t < texts[row].positions]
+        if len(unfinished) < len(rows):
+            rows = [rows[i] for i in unfinished]
+            session.select(unfinished)
+        last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
+        yield rows, session, last, t
+        now = pad_rows([base_hidden[row].span(texts[row].boundary + t, 1) for row in rows])
+        session.commit(last[:, None], [1] * len(rows), now)
+
+
+def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
+    """Return the base's hidden states [1, T, D] that the drafter reads: the stored ones if they suffice."""
+    if text.hidden_states is None or drafter.spec.layers:
+        return base.hidden_states(TrainBatch.of([text.ids], text.boundary), drafter.spec)
+    stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
+    return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
+
+
+def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
+    """Return per answer the ranks [T, K] of its tokens among the head's candidates; answers of one token have none."""
+    ranks = []
+    for text in texts:
+        base_hidden = read_hidden_states(head.base_model, head, text)
+        ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
+    return ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptProbsConfig:
+    """Settings of :func:`text_accept_probs`, whose result holds for all static trees within ``depth`` and ``width``."""
+
+    draft_sampling: DraftSampling = DraftSampling.TOP_K
+    sampler: Sampler = Sampler(temperature=1.0)
+    """Sampler of the drafts (temperature and so on); not used by ``DraftSampling.TOP_K``."""
+    depth: int | None = None
+    """Number of draft positions; None: all of the drafter."""
+    width: int = 10
+    """Number of candidates of each node."""
+    rule: AcceptanceRule = EXACT
+    """Acceptance rule. It must be lossless."""
+    seed: int = 0
+    """Seed of the draws that sampling without replacement needs."""
+
+
+def simulate_texts(
+    base: BaseModel,
+    drafter: Drafter,
+    texts: Sequence[Answer],
+    draft_config: DraftConfig,
+    sampler: Sampler,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
+    in_order: bool = False,
+) -> SimulatedAcceptance:
+    """Return the acceptance that decoding these answers with ``drafter`` and ``draft_config`` would have.
+
+    The answers must be the base's own under ``sampler``, and the rule must be lossless. Sampled drafts need a
+    ``StepwiseDrafter``. With ``in_order`` (top-k drafts only) a drafter with a memory knows all earlier answers.
+    """
+    draft_config = draft_config.truncate(drafter.depth)
+    rule.check(draft_config)
+    if not rule.lossless:
+        raise UserError(
+            f"with the lossy rule {rule.name!r} answers depend on the drafts; measure it with drafthead eval"
+        )
+    if draft_config.draft_sampling is DraftSampling.TOP_K:
+        answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
+        return simulate_steps(answers, seed, sizes)
+    tree = draft_config.tree
+    assert isinstance(tree, TokenTree)  # sampled drafts have no other
+    config = AcceptProbsConfig(
+        draft_sampling=draft_config.draft_sampling,
+        sampler=draft_config.sampler,
+        depth=draft_config.depth,
+        width=max(tree.parents.count(n) for n in range(len(tree))),
+        rule=rule,
+        seed=seed,
+    )
+    return simulate_acceptance(text_accept_probs(base, drafter, texts, sampler, config), trials_in_order(tree), seed)
+
+
+@torch.inference_mode()
+def text_accept_probs(
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, config: AcceptProbsConfig
+) -> list[AcceptProbs]:
+    """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
+
+    Values are NaN beyond the answer's end. Answers of one token are left out. If siblings are sampled, pass a tree
+    through ``trials_in_order`` before its simulation.
+    """
+    if not isinstance(drafter, StepwiseDrafter):
+        raise UserError(
+            f"{type(drafter).__name__} drafts without distributions; use draft_sampling=top_k, one tree at a time"
+        )
+    depth = min(config.depth or drafter.depth, drafter.depth)
+    generator = torch.Generator(base.device).manual_seed(config.seed)
+    accept_probs: list[AcceptProbs] = []
+    for batch, base_hidden in _batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
+        tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
+        for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            logits = forced_logits(session, last, [batch[row] for row in rows], t, depth)
+            # Index in the answer of every draft position k (0-based), as far as the answer goes.
+            targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
+            targets = [(i, k, at) for i, k, at in targets if at < len(batch[rows[i]].ids)]
+            draft = torch.stack([logits[k][i] for i, k, _ in targets])
+            tokens = torch.tensor([batch[rows[i]].ids[at] for i, _, at in targets], device=base.device)
+            lengths = [min(depth, batch[row].positions - t) for row in rows]
+            if config.draft_sampling is DraftSampling.TOP_K:
+                probs = top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
+            else:
+                hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
+                p = target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
+                q = config.sampler.probs(draft)
+                if q.shape[1] < p.shape[1]:
+                    q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
+                if config.rule.name == "block":
+                    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
+                    chains = torch.split(on_text, lengths, dim=1)
+                    probs = torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
+                else:
+                    probs = candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
+            for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
+                tables[row][t, : len(values)] = values
+        accept_probs += tables
+    return accept_probs
+
+
+def forced_logits(session: Session, last: Tensor, texts: Sequence[Answer], t: int, depth: int) -> list[Tensor]:
+    """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions after answer token ``t``.
+
+    ``last`` [B] are these tokens. Instead of its own drafts, the drafter reads the next tokens of the answers.
+    """
+    assert isinstance(session, StepwiseSession)
+    session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
+    logits, tokens = [], last[:, None]
+    for k in range(1, depth + 1):
+        logits.append(session.expand(tokens, torch.zeros_like(tokens))[:, 0].float())
+        # After the end any token will do, because nothing reads what follows.
+        ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
+        tokens = torch.tensor(ids, device=last.device)[:, None]
+    return logits
+
+
+@torch.inference_mode()
+def _drafted_length_probs(
+    base: BaseModel,
+    drafter: Drafter,
+    texts: Sequence[Answer],
+    draft_config: DraftConfig,
+    sampler: Sampler,
+    in_order: bool,
+) -> tuple[list[LengthProbs], list[Floats]]:
+    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
+
+    A top-k draft is accepted exactly if it is the answer's next token.
+    """
+    length_probs, sizes = [], []
+    at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
+    for batch, base_hidden in _batches(base, drafter, texts, sampler, at_a_time):
+        accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
+        nodes = [np.ones(text.positions) for text in batch]
+        for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            proposal = session.draft(last, draft_config)
+            counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
+            for row, count in zip(rows, counts.tolist(), strict=True):
+                accepted[row][t], nodes[row][t] = count, len(proposal.shape)
+        sizes += nodes
+        length_probs += [np.eye(int(a.max()) + 1)[a] for a in accepted]
+        for text in batch if in_order else ():
+            drafter.remember(text.ids)
+    return length_probs, sizes
+
+
+def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
+    """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
+    tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
+    ahead = int(depths.max()) + 1
+    starts = [text.boundary + t for text in texts]
+    following = [torch.tensor(text.ids[start : start + ahead]) for text, start in zip(texts, starts, strict=True)]
+    expected = F.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
+    wrong = tokens != expected.to(tokens.device).gather(1, depths)
+    wrong[:, 1:] |= proposal.shape.parents.expand_as(tokens)[:, 1:] < 0  # padding
+    # A node fails if it or any ancestor differs from the answer. Example: if the answer goes x y, path x z counts 1.
+    failed = (proposal.shape.ancestors.expand(len(texts), -1, -1) & wrong[:, None, :]).any(-1)
+    return torch.where(failed, 0, depths).amax(1)
+
+
+def _batches(
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, size: int
+) -> Iterator[tuple[list[Answer], list[HiddenStates]]]:
+    """Yield batches of answers with their hidden states, without answers of one token; reject another model's."""
+    with_steps = [text for text in texts if text.positions]
+    if not with_steps:
+        raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")
+    size, sums = max(1, size), torch.zeros(4, dtype=torch.float64)
+    for start in range(0, len(with_steps), size):
+        batch = with_steps[start : start + size]
+        base_hidden = [read_hidden_states(base, drafter, text) for text in batch]
+        sums += surprisal_sums(base, batch, base_hidden, sampler)
+        yield batch, base_hidden
+    check_likelihood(sums, sampler)
