@@ -42,14 +42,13 @@ FSDP = {
     "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
 """Settings of accelerate's FSDP plugin, and the supported values."""
-NO_EFFECT = (
+NO_EFFECT = (  # accepted with any value
     "MIN_NUM_PARAMS",  # of a wrap policy that is rejected
     "FORWARD_PREFETCH",  # always done
     "USE_ORIG_PARAMS",  # always true in FSDP2
     "SYNC_MODULE_STATES",  # every process reads its share of the weights
     "CPU_RAM_EFFICIENT_LOADING",  # the same
 )
-"""Settings of accelerate's FSDP plugin that are accepted with any value."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
     """Return the processes that share a corpus: all of them, or with ``per_node_data`` those of this node.
 
-    In both cases the group's ``wait`` waits for the processes of all nodes.
+    The group waits for the processes of all nodes.
     """
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
@@ -93,9 +92,9 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` changed by accelerate's environment variables; then set them to no FSDP, no mixed precision.
+    """Return ``shard`` changed by accelerate's environment variables, and reset them.
 
-    They are reset because transformers reads them too, and would load weights on the first process only.
+    transformers reads them too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
