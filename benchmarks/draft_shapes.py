@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from common import entry_point, numbers, parser, print_table, save_record
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
@@ -32,7 +32,7 @@ from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import text_ranks
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
@@ -110,7 +110,7 @@ def train(more: Sequence[str], depth: int, width: int, folder: Path) -> None:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its output above has the reason")
 
 
-def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
+def predicted(base: BaseModel, head: DraftHead, texts: Sequence[Answer]) -> dict[str, Any]:
     """Return simulated acceptance, measured latencies in seconds, and the best chain of a draft model.
 
     "acceptance" is that of the first draft. "draft_s" is the latency of a draft token, "verify_s" has those of a pass
@@ -136,7 +136,7 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer])
 
 
 def measure_speeds(
-    base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[FinishedAnswer], new: int
+    base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[Answer], new: int
 ) -> TimedResults:
     """Answer the prompts of ``texts`` autoregressively and with every head's best chain, in one interleaved run.
 
@@ -147,10 +147,13 @@ def measure_speeds(
     prompts = [
         EvalPrompt("draft shapes", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)
     ]
-    decoders: dict[str, Decoder] = {"autoregressive": partial(decode, base, None, max_new_tokens=new)}
+    decoders: dict[str, Decoder] = {
+        "autoregressive": partial(decode_batch, base, None, max_new_tokens=new, batch_size=1)
+    }
     for row in rows:
         chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"]))
-        decoders[row["name"]] = partial(decode, base, heads[row["name"]], max_new_tokens=new, draft_config=chain)
+        options = {"max_new_tokens": new, "draft_config": chain, "batch_size": 1}
+        decoders[row["name"]] = partial(decode_batch, base, heads[row["name"]], **options)
     timed = run_interleaved(
         prompts, lambda prompt, _: list(prompt.input_ids or ()), decoders, None, 0, lambda done, total: None
     )

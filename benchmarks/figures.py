@@ -185,8 +185,8 @@ def pages() -> Iterator[tuple[str, Path, str]]:
                 yield name, page, filled(page, marks(name), table(read_json(DOCS / "results" / f"{name}.json")))
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as SVG without a background, in colours for light and dark pages."""
+def svg(figure: Figure, name: str) -> bytes:
+    """Return ``figure`` as SVG without a background, in colours for light and dark pages."""
     for text in figure.findobj(Text):
         if any(same_color(text.get_color(), colour) for colour in (plots.INK, plots.MUTED)):
             text.set_color(TEXT)
@@ -198,9 +198,9 @@ def save(figure: Figure, path: Path) -> None:
             if same_color(patch.get_facecolor(), plots.SOFT):
                 patch.set_facecolor("#6cb0cf")
     buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "path"}):
+    with rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def main(given: list[str] | None = None) -> None:
@@ -211,7 +211,7 @@ def main(given: list[str] | None = None) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     demo = read_json(DEMO)
     for name, draw in PLOTS.items():
-        save(draw(demo), arguments.out / f"{name}.svg")
+        write_atomic(arguments.out / f"{name}.svg", svg(draw(demo), name))
     for _, page, text in pages():
         page.write_text(text)
 

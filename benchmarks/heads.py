@@ -44,9 +44,10 @@ from typing import Any
 import numpy as np
 import torch
 from common import at_least, entry_point, filled, listed, new_record, now, numbers, parser, print_table
+from figures import svg
 from heads_table import caption, figure, markdown, rows
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
@@ -221,17 +222,17 @@ class Judge:
     def __init__(self, base: BaseModel, arguments: Namespace) -> None:
         self.base, self.arguments = base, arguments
 
-    def _answers(self, split: str) -> list[FinishedAnswer]:
+    def _answers(self, split: str) -> list[Answer]:
         limits = {key: getattr(self.arguments, key) for key in ("suite", "limit", "max_new_tokens")}
         return base_answers(self.base, **limits, split=split, keep_hidden_states=True)
 
     @cached_property
-    def dev(self) -> list[FinishedAnswer]:
+    def dev(self) -> list[Answer]:
         """Answers on which trees are chosen."""
         return self._answers("dev")
 
     @cached_property
-    def test(self) -> list[FinishedAnswer]:
+    def test(self) -> list[Answer]:
         """Answers on which tau is measured."""
         return self._answers("test")
 
@@ -410,7 +411,7 @@ def main(given: list[str] | None = None) -> int:
         if not record.content["runs"]:
             raise UserError(f"{arguments.json} has no trained head yet; run the stages measure and train first")
         print_table(caption(record.content), rows(record.content))
-        write_atomic(arguments.json.with_suffix(".svg"), figure(record.content))
+        write_atomic(arguments.json.with_suffix(".svg"), svg(figure(record.content), "heads"))
         for page in PAGES if arguments.write else ():
             write_atomic(page, filled(page, MARKS, f"{markdown(record.content)}\n"))
     for name, message in failed.items():

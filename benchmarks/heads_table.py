@@ -1,9 +1,12 @@
 """The table and the figure of ``heads.py``, from its record."""
 
 from collections.abc import Sequence
-from html import escape
 from statistics import median
 from typing import Any
+
+from matplotlib.figure import Figure
+
+from drafthead.eval.report import plots
 
 Kind = str
 """``alone`` or ``with_lookup``."""
@@ -106,61 +109,27 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join([f"{caption(record)}.", "", *lines])
 
 
-STYLE = """<style>
-  .paper { fill: #ffffff } .ink { fill: #1b2430 } .muted { fill: #5b6775 } .grid { stroke: #e3e7ec }
-  .alone { fill: #0b6e99; stroke: #0b6e99 } .with_lookup { fill: #c8501e; stroke: #c8501e }
-  @media (prefers-color-scheme: dark) {
-    .paper { fill: #14181d } .ink { fill: #e8ecf1 } .muted { fill: #a7b1bd } .grid { stroke: #333b45 }
-    .alone { fill: #5cb8dd; stroke: #5cb8dd } .with_lookup { fill: #f0925f; stroke: #f0925f }
-  }
-  text { font: 13px system-ui, sans-serif }
-  .open { fill-opacity: 0 }
-</style>"""
-LABEL, WIDTH, ROW, TOP = 130, 720, 34, 64
-"""Widths of the names and of the figure, height of a head, and of the legend, in pixels."""
+COLOURS = {"alone": "#2f81f7", "with_lookup": "#d4770c"}
 NAMES = {"alone": "head alone", "with_lookup": "head and prompt lookup"}
 
 
-def figure(record: dict[str, Any]) -> str:
-    """Return an SVG of tau by head, for light and dark pages: a dot per seed, open for all but the longest budget."""
+@plots.styled
+def figure(record: dict[str, Any]) -> Figure:
+    """Return tau by head: a dot per seed, open for all but the longest budget; dashed: prompt lookup alone."""
     heads, minutes = ordered(record), budgets(record)
-    right = 1.04 * max([run[kind]["tau"] for run in record["runs"] for kind in KINDS], default=2.0)
-    bottom = TOP + ROW * len(heads)
-
-    def x(tau: float) -> float:
-        """Return the horizontal position of a tau."""
-        return round(LABEL + (tau - 1) / (right - 1) * (WIDTH - LABEL - 20), 1)
-
-    def dot(at: float, y: float, kind: Kind, m: float) -> str:
-        """Return a circle for a run of ``m`` minutes."""
-        shade = kind if m == minutes[-1] else f"{kind} open"
-        return f'<circle class="{shade}" cx="{at}" cy="{y}" r="4.5" stroke-width="1.6"/>'
-
-    def line(shade: str, at: float, more: str = "") -> str:
-        """Return a vertical line through all heads."""
-        return f'<line class="{shade}" x1="{at}" x2="{at}" y1="{TOP}" y2="{bottom}"{more}/>'
-
-    def text(words: str, at: float, y: float, shade: str = "muted", anchor: str = "middle") -> str:
-        """Return ``words`` at a point."""
-        return f'<text class="{shade}" text-anchor="{anchor}" x="{at}" y="{y}">{escape(words)}</text>'
-
-    shapes = [f'<rect class="paper" width="{WIDTH}" height="{bottom + 46}"/>']
-    for column, kind in enumerate(KINDS):
-        for row, m in enumerate(minutes):
-            at, y = 20 + 300 * column, 18 + 20 * row
-            shapes += [dot(at, y, kind, m), text(f"{NAMES[kind]}, {m:g} min", at + 12, y + 4.5, "ink", "start")]
-    ticks = [1 + n / 4 for n in range(int((right - 1) * 4) + 1)]
-    for tick in ticks:
-        shapes += [line("grid", x(tick)), text(f"{tick:g}", x(tick), bottom + 18)]
+    drawn, axes = plots.new_axes(height=1.6 + 0.34 * len(heads))
+    for kind, shift in zip(KINDS, (-0.17, 0.17), strict=True):
+        for m in minutes:
+            dots = [(tau, y + shift) for y, head in enumerate(heads) for tau in taus(record, head, m, kind)]
+            fill = COLOURS[kind] if m == minutes[-1] else "none"
+            label = f"{NAMES[kind]}, {m:g} min"
+            axes.plot(
+                *zip(*dots, strict=True), "o", color=COLOURS[kind], markerfacecolor=fill, markersize=5, label=label
+            )
     if record["lookup"]:
-        shapes.append(line("with_lookup", x(record["lookup"]["tau"]), ' stroke-dasharray="5 4"'))
-    label = "tau: tokens per pass of the base; dashed: prompt lookup alone"
-    shapes.append(text(label, (LABEL + WIDTH) / 2, bottom + 38))
-    for number, head in enumerate(heads):
-        y = TOP + ROW * number + ROW / 2
-        shapes.append(text(head, LABEL - 12, y + 4, "ink", "end"))
-        for kind, shift in zip(KINDS, (-6, 6), strict=True):
-            shapes += [dot(x(tau), y + shift, kind, m) for m in minutes for tau in taus(record, head, m, kind)]
-    size = f'viewBox="0 0 {WIDTH} {bottom + 46}" width="{WIDTH}" height="{bottom + 46}"'
-    title = "<title>Tau of every head, by training time, alone and with prompt lookup</title>"
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{title}', STYLE, *shapes, "</svg>\n"])
+        axes.axvline(record["lookup"]["tau"], color=COLOURS["with_lookup"], linestyle="--", linewidth=1.2)
+    right = 1.03 * max(run[kind]["tau"] for run in record["runs"] for kind in KINDS)
+    axes.set(xlabel="tau: tokens per pass of the base", xlim=(1, right), yticks=range(len(heads)), yticklabels=heads)
+    axes.invert_yaxis()
+    drawn.legend(loc="outside upper left", ncols=len(KINDS), fontsize=8)
+    return drawn

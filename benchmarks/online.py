@@ -21,8 +21,8 @@ from typing import Any
 from common import at_least, entry_point, listed, parser, print_table, save_record
 from rich.console import Console
 
-from drafthead.data.answers.store import open_answers
-from drafthead.data.batch import FinishedAnswer, HiddenStates
+from drafthead.data.answers.store import Answer, open_answers
+from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.errors import UserError
@@ -40,12 +40,12 @@ SEARCHED = 4000
 """Number of prompts per task that are searched."""
 WINDOW = 16
 """Answers per point of the figure."""
-Stream = list[tuple[FinishedAnswer, HiddenStates]]
+Stream = list[tuple[Answer, HiddenStates]]
 Curve = list[tuple[float, int]]
 """Steps and committed tokens per answer."""
 
 
-def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[FinishedAnswer]:
+def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Answer]:
     """Return the corpus's answers to prompts of ``topics``, ordered by a hash of the first turn.
 
     A corpus has all first turns before all second turns. The hash keeps the turns of a conversation together, so that
@@ -54,16 +54,15 @@ def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Fini
     prompts = {conversation[0].strip() for topic in topics for conversation in islice(TASKS[topic](), SEARCHED)}
     answers = []
     for answer in open_answers(FOLDERS.get(folder, Path(folder))).read(with_hidden_states=False):
-        ids = answer.input_ids.tolist()
-        turn = TURN.search(head.base.tokenizer.decode(ids[: answer.boundary]))
-        if turn and turn[1].strip() in prompts and len(ids) - answer.boundary > 2:
-            answers.append((content_hash(turn[1]), answer.prompt_number, FinishedAnswer(ids, answer.boundary)))
+        turn = TURN.search(head.base.tokenizer.decode(answer.ids[: answer.boundary]))
+        if turn and turn[1].strip() in prompts and answer.positions > 1:
+            answers.append((content_hash(turn[1]), answer.prompt_number, answer))
     if len(answers) < 4:
         raise UserError(f"{folder} has {len(answers)} answers to {', '.join(topics)}; choose other topics")
     return [answer for _, _, answer in sorted(answers)]
 
 
-def with_states(head: DraftHead, answers: Sequence[FinishedAnswer]) -> Stream:
+def with_states(head: DraftHead, answers: Sequence[Answer]) -> Stream:
     """Return the answers with the base's hidden states; one pass each serves all curves."""
     return [(answer, read_hidden_states(head.base, head, answer)) for answer in answers]
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from served import Served, acceptance, equal_texts
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, TrainBatch
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
@@ -152,7 +153,7 @@ def planted(export: Path, folder: Path, fault: Callable[[Config, Tensors], None]
 
 
 def examine(
-    folder: Path, base: BaseModel, head: DraftHead, answers: Sequence[FinishedAnswer], expected: Sequence[str]
+    folder: Path, base: BaseModel, head: DraftHead, answers: Sequence[Answer], expected: Sequence[str]
 ) -> dict[str, str]:
     """Return what the importer and the export check say of the head in ``folder``; "" if they notice nothing.
 
@@ -201,7 +202,7 @@ def tried(base: BaseModel, arguments: Any, names: Sequence[str]) -> Iterator[tup
     new = arguments.max_new_tokens
     ids = [base.prompt_ids([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     plain = [decode(base, None, prompt, max_new_tokens=new) for prompt in ids]
-    texts = [FinishedAnswer([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(ids, plain, strict=True)]
+    texts = [Answer.of([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(ids, plain, strict=True)]
     head = fitted_head(base, [text.ids for text in texts])
     served = Served("vllm", base, head, 3, arguments.python)
     chain = DraftConfig(tree=TokenTree.chain(served.drafts))

@@ -20,8 +20,8 @@ from common import at_least, entry_point, listed, parser, print_table, save_reco
 
 from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
+from drafthead.eval.engines.clients import EngineServer, LlamaCppServer
 from drafthead.eval.engines.served import EngineStart, check_drafts, format_for, method_of
-from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS

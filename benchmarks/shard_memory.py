@@ -1,11 +1,10 @@
-"""Peak memory of each of two processes that train on a base of 1 GB, whole (shard=head) and sharded (shard=full).
+"""Measure the peak memory of two processes that train on a base of 1 GB: whole (shard=head) and sharded (shard=full).
 
-    python benchmarks/shard_memory.py --json docs/results/shard_memory.json
+    python benchmarks/shard_memory.py --json docs/results/shard_memory.json      2 minutes
 
-A random Llama is saved to a temporary folder. Two gloo processes load it as runs do, with the check against stock
-transformers, and train a Medusa head for some steps. The peak is that of the process's resident memory (``VmHWM``,
-which includes pages of mapped weight files), without its memory after all imports; ``anonymous`` counts no mapped files
-and is sampled every 5 ms.
+A random Llama is saved to a temporary folder. Two gloo processes load it as a run does, with the check against stock
+transformers, and train a Medusa head for three steps. The peak is that of resident memory, which includes pages of the
+mapped weight file, less the resident memory after all imports. ``anonymous`` leaves mapped files out.
 """
 
 import json
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import entry_point, print_table, save_record
+from common import at_least, entry_point, parser, print_table, save_record
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.data.batch import TrainBatch
+from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig
@@ -46,13 +45,14 @@ def memory_now(*keys: str) -> int:
 
 
 class AnonymousPeak(threading.Thread):
-    """Samples this process's anonymous memory until ``stop``."""
+    """Samples this process's anonymous memory every 5 ms until ``stop``."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.bytes, self.stopping = 0, threading.Event()
 
     def run(self) -> None:
+        """Sample."""
         while not self.stopping.wait(0.005):
             self.bytes = max(self.bytes, memory_now("RssAnon"))
 
@@ -64,6 +64,7 @@ class AnonymousPeak(threading.Thread):
 
 
 def reduced(value: Tensor) -> Tensor:
+    """Return the sum of ``value`` over the processes."""
     value = value.clone()
     dist.all_reduce(value)
     return value
@@ -99,7 +100,17 @@ def worker(folder: Path, mode: Any, output: Path) -> None:
     dist.destroy_process_group()
 
 
-def measured(arguments: Namespace, folder: Path, mode: str) -> list[dict[str, Any]]:
+def save_base(folder: Path, hidden: int, layers: int) -> int:
+    """Save a random Llama in ``folder``, and return the size of its weights in bytes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=VOCABULARY, tie_word_embeddings=True))
+    model.save_pretrained(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def measured(folder: Path, mode: str) -> list[dict[str, Any]]:
     """Return each process's results."""
     output = folder.parent / mode
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
@@ -109,41 +120,41 @@ def measured(arguments: Namespace, folder: Path, mode: str) -> list[dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hidden", type=int, default=768, help="hidden size")
-    parser.add_argument("--layers", type=int, default=35, help="number of layers")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--worker", nargs=3, help="used by the script itself")
-    arguments = parser.parse_args(argv)
+    """Measure both modes, print a table, and write the record."""
+    options = parser(__doc__)
+    options.add_argument("--hidden", type=int, default=768, help="hidden size")
+    options.add_argument("--layers", type=int, default=35, help="number of layers")
+    options.add_argument("--worker", nargs=3, metavar=("MODE", "FOLDER", "OUTPUT"), help="used by the script itself")
+    arguments = options.parse_args(argv)
     if arguments.worker:
         mode, folder, output = arguments.worker
         return worker(Path(folder), mode, Path(output))
+    at_least(arguments, 1, "hidden", "layers")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "base"
-        torch.manual_seed(0)
-        sizes = {"hidden_size": arguments.hidden, "intermediate_size": 8 * arguments.hidden // 3}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": arguments.layers}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=VOCABULARY, tie_word_embeddings=True))
-        model.save_pretrained(folder)
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        del model
-        results = {mode: measured(arguments, folder, mode) for mode in ("head", "full")}
+        size = save_base(folder, arguments.hidden, arguments.layers)
+        results = {mode: measured(folder, mode) for mode in ("head", "full")}
     whole, sharded = results["head"], results["full"]
-    assert all(result["fingerprint"] == whole[0]["fingerprint"] for result in whole + sharded)
-    worst = {key: max(result[key] for result in sharded) / max(result[key] for result in whole) for key in (
-        "resident", "anonymous")}
-    difference = max(abs(a / b - 1) for a, b in zip(sharded[0]["losses"], whole[0]["losses"], strict=True))
-    print_table(
-        f"memory per process, base of {size / 1e9:.2f} GB on {PROCESSES} processes",
-        [
-            {"shard": mode, "rank": rank, **{f"{key}, GB": f"{result[key] / 1e9:.2f}" for key in worst},
-             "load, s": result["load_s"]}
-            for mode, by_rank in results.items()
-            for rank, result in enumerate(by_rank)
-        ],
-    )
-    print(f"sharded / whole: {worst}; largest relative difference of a loss: {difference:.1e}")
-    save_record(arguments, "shard_memory", {"base_bytes": size, "processes": results, "ratio": worst, "loss_difference": difference})
+    if any(result["fingerprint"] != whole[0]["fingerprint"] for result in sharded):
+        raise UserError("the sharded base has another fingerprint")
+    ratio = max(result["resident"] for result in sharded) / max(result["resident"] for result in whole)
+    pairs = zip(sharded[0]["losses"], whole[0]["losses"], strict=True)
+    difference = max(abs(loss / expected - 1) for loss, expected in pairs)
+    rows = [
+        {
+            "shard": mode,
+            "process": rank,
+            "peak, GB": f"{result['resident'] / 1e9:.2f}",
+            "anonymous, GB": f"{result['anonymous'] / 1e9:.2f}",
+            "load, s": result["load_s"],
+        }
+        for mode, by_rank in results.items()
+        for rank, result in enumerate(by_rank)
+    ]
+    print_table(f"memory per process, base of {size / 1e9:.2f} GB", rows)
+    print(f"sharded / whole: {ratio:.2f}; largest relative difference of a loss: {difference:.1e}")
+    record = {"base_bytes": size, "processes": results, "ratio": ratio, "loss_difference": difference}
+    save_record(arguments, "shard_memory", record)
 
 
 if __name__ == "__main__":

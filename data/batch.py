@@ -10,7 +10,6 @@ W draft vocabulary, D hidden size of the base, R rows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,11 @@ NO_DOCUMENT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """B rows of T tokens, each with one or several documents: runs of equal ``document_ids``."""
+    """B rows of T tokens, each with one or several documents: runs of equal ``document_ids``.
+
+    Batches stay in host memory, where indices are computed without waiting for a device. What reads their tokens on the
+    device moves them itself.
+    """
 
     input_ids: Tensor
     """[B, T] int64."""
@@ -34,9 +37,6 @@ class TrainBatch:
     weights: Tensor | None = None
     """[B, T, K] float >= 0. Index k - 1 of the last axis has each token's weight in the loss as a target of draft
     position k. A weight of 0 leaves the target out; None means weight 1 everywhere."""
-    host: "TrainBatch | None" = None
-    """Copy of the batch in host memory, to compute indices of targets without waiting for the device. Set by ``to``;
-    None in other batches."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
@@ -72,8 +72,7 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return a copy of the batch on ``device``, without waiting until it is complete."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return TrainBatch(**moved, host=self if self.input_ids.device.type == "cpu" else self.host)
+        return TrainBatch(**{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if v is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +150,3 @@ class LossOutput:
     def ratios(self) -> dict[str, Ratio]:
         """Return the metrics by name, on the host; waits for the device."""
         return {n: Ratio(num, den) for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}
-
-
-class FinishedAnswer(NamedTuple):
-    """An answer of the base with its prompt, as token ids."""
-
-    ids: list[int]
-    """Token ids of the prompt, then of the answer."""
-    boundary: int
-    """Index in ``ids`` of the first answer token."""
-    final: Tensor | None = None
-    """float16 [len(ids) - 1, D]: the base's final hidden states at all ids but the last; None: they were not stored."""
-
-    @property
-    def positions(self) -> int:
-        """Number of positions where a step may start: one per answer token but the first, which the prefill yields."""
-        return max(0, len(self.ids) - self.boundary - 1)

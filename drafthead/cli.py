@@ -57,11 +57,7 @@ Several GPUs: accelerate launch train/run.py recipe=...  takes the settings of d
 
 
 def main() -> None:
-    """Run ``drafthead COMMAND ...``. The command gets ``drafthead COMMAND`` as its program name.
-
-    Raises:
-        SystemExit: 0 after ``--help`` and ``--version``; 1 after bad input to a command; 2 for an unknown command.
-    """
+    """Run ``drafthead COMMAND ...``. The command gets ``drafthead COMMAND`` as its program name."""
     print_any_text()
     command, rest = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command in ("--help", "-h", "help"):

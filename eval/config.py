@@ -12,6 +12,7 @@ from drafthead.files.local import read_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig
 from drafthead.models.heads.parts.head_folder import read_tree
@@ -123,6 +124,9 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     ``generate`` over our modules of the base, and ``generate`` over transformers' own modules."""
     stock_baseline: bool = True
     """Also time ``generate`` over transformers' own modules, not ours. This loads the base a second time."""
+    batch_size: Positive = 1
+    """Prompts to answer at once. When an answer ends, the next prompt takes its row. An answer's time is then its share
+    of the time of each step, so tokens per second are those of the whole batch. Without transformers' baselines."""
     engines: list[str] = field(default_factory=list)
     """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
     prompts with and without drafts, in the same interleaved run, and is compared with our decoder, which drafts an
@@ -139,6 +143,11 @@ class EvalConfig(SuiteConfig, DrafterConfig):
                 "engines=[...] needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule "
                 "and drafter"
             )
+        one_prompt = self.engines or self.length != "constant" or any(spec.startswith("hf_") for spec in self.baselines)
+        if self.batch_size > 1 and one_prompt:
+            raise ValueError(
+                "engines, hf_ baselines and length=heuristic answer one prompt at a time; leave out batch_size"
+            )
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 
@@ -146,14 +155,11 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         """Return the draft config for ``drafter``; raise a ``UserError`` if it drafts less deep than the tree."""
         tree: TokenTree | DynamicTree
         if self.tree == "head":
-            tree = drafter.tree or TokenTree.chain(drafter.depth)
+            tree = default_draft_config(drafter, self.batch_size).tree
         else:
             tree = parse_tree(self.tree, drafter.depth) or read_tree(Path(self.tree), drafter.depth)
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
-            raise UserError(
-                f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
-                "shallower tree"
-            )
+            raise UserError(f"tree={self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions")
         draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
         if confidence_threshold is None:
             static = isinstance(tree, TokenTree) and draft_sampling is DraftSampling.TOP_K
@@ -235,6 +241,5 @@ class EvalRunConfig(EvalConfig):
         varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
         if self.grid and (varied or not self.rule.lossless):
             raise UserError(
-                "a grid chooses the tree and the threshold itself and needs a head and a lossless rule; remove tree, "
-                "confidence_threshold, drafter and rule"
+                "a grid chooses tree and threshold of a head; remove tree, confidence_threshold, drafter and rule"
             )

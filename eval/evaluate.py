@@ -9,7 +9,8 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
-from drafthead.data.batch import FinishedAnswer, HiddenStatesSpec
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
@@ -23,7 +24,7 @@ from drafthead.eval.lossless.equality import (
     logit_margin,
     recompute_tokens,
 )
-from drafthead.eval.metrics.served import compare_engines
+from drafthead.eval.metrics.engine_comparison import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise
 from drafthead.eval.report.report import write_report
@@ -62,7 +63,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: Sequence[dict[str, Any]] = (),
-    development: Sequence[FinishedAnswer] | None = None,
+    development: Sequence[Answer] | None = None,
     training_data: str | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, with drafts and with the baselines; write ``eval.json`` and ``report.html``.
@@ -76,7 +77,7 @@ def evaluate(
         calibration: the calibration of the head's tree, for the report.
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half; None: generated if a prediction needs them.
+        development: the base's answers to the dev half; generated if a prediction needs them.
         training_data: a line about the head's training data, for the report.
 
     Returns:
@@ -113,17 +114,18 @@ def _timed(
 ) -> TimedResults:
     """Answer the suite with all ``compared`` methods, interleaved.
 
-    Finished answers of an earlier run are used again if ``Method.made_of`` is unchanged.
+    Finished answers of an earlier run are used again if ``Method.composition`` is unchanged.
     """
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
         {name: method.answer for name, method in compared.items()},
-        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
+        folder / f"eval-log-{_digest(compared['speculative'].composition, config)}.jsonl",
         config.seed,
         lambda done, total: display.progress("decoding", done, total),
         # The log's name contains the mark of the evaluated drafter.
-        made_of={name: m.made_of for name, m in compared.items() if m.made_of and name != "speculative"},
+        composition={name: m.composition for name, m in compared.items() if m.composition and name != "speculative"},
+        batch_size=config.batch_size,
     )
     answers = timed.results["speculative"]
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
@@ -139,17 +141,17 @@ def predict(
     draft_config: DraftConfig,
     config: EvalConfig,
     costs: CostModel,
-    texts: Sequence[FinishedAnswer] | None = None,
+    texts: Sequence[Answer] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the performance expected on ``config``'s test half, simulated on its dev half.
+    """Return the performance expected on ``config``'s test half, simulated on the answers ``texts`` to its dev half.
 
-    The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
-    the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
-    than the temperature, or a combined drafter samples its drafts.
+    than the temperature, prompts are answered in batches, or a combined drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+        return None
+    if config.batch_size > 1:  # ``costs`` are those of one row
         return None
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
@@ -166,13 +168,10 @@ def predict(
     return expected | {"answers": len(texts)}
 
 
-def development_answers(
-    base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
-) -> list[FinishedAnswer]:
+def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
     """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
 
-    They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the
-    final ones, those of decoding are kept in the answers, which saves a second forward pass.
+    If the drafter reads only final hidden states, the answers keep those of decoding, which saves a second pass.
     """
     return base_answers(
         base,
@@ -220,6 +219,7 @@ def _settings(
         "suite": config.suite,
         "split": config.split,
         "max_new_tokens": config.max_new_tokens,
+        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
         "tree": tree,
         "draft_sampling": config.draft_sampling,
         "sampler": vars(config.sampler) | {"repetition_penalty": config.sampler.repetition_penalty or 1.0},
@@ -239,7 +239,7 @@ def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of ``drafter`` (a ``Method.made_of``) and all settings that determine a prompt's result.
+    """Return a hash of ``drafter`` (a ``Method.composition``) and all settings that determine a prompt's result.
 
     The hash is part of the name of the log from which an evaluation resumes.
     """
@@ -249,6 +249,8 @@ def _digest(drafter: str, config: EvalConfig) -> str:
         for f in fields(EvalConfig)
         if f.name not in ("baselines", "limit", "engines", "engine")
     }
+    if config.batch_size == 1:
+        del settings["batch_size"]  # logs of earlier versions lack it
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 
@@ -268,7 +270,6 @@ def _equalities(
 ) -> dict[str, list[Equality]]:
     """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
 
-    For ``engines`` (the names of serving engines' methods), two logits closer than ``config.engine.tie`` are a tie.
     Sampled answers of transformers are not compared, because transformers draws other random numbers. If drafts may
     change sampled answers, the result is empty.
     """
@@ -295,11 +296,9 @@ def _compared(
     tie: float | None,
     recompute: Callable[..., tuple[int | None, int | None]] | None = None,
 ) -> list[Equality]:
-    """Compare the answers of ``method`` with those of the method ``expected``, turn by turn.
+    """Compare the answers of two methods, turn by turn; two logits closer than ``tie`` are a tie.
 
-    Two logits closer than ``tie`` are a tie (None: a limit by the base's dtype). ``recompute`` helps to explain other
-    differences: it takes the prompt ids, the answer's ``DecodeResult`` and the first differing position, and returns
-    the tokens of ``recompute_tokens``. None: such differences stay unexplained.
+    ``recompute`` takes prompt ids, result and the first differing position, to explain other differences.
     """
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
@@ -319,10 +318,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
-
-    ``equalities`` has, per method, the comparison of its answers with our autoregressive answers.
-    """
+    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures."""
     plain = {
         engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
         for engine in served.facts

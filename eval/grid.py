@@ -44,25 +44,17 @@ def check_folders(folders: Sequence[str]) -> None:
             raise UserError(f"no head folder at {folder}; a grid writes defaults into head folders, so give folders")
     bases = {folder: str(read_head_config(Path(folder))["base"].get("fingerprint")) for folder in folders}
     if other := [folder for folder in folders if not same_base(bases[folder], bases[folders[0]])]:
-        raise UserError(
-            f"{other[0]} was trained for another base than {folders[0]} (other weights, or an adapter); compare heads "
-            "of one base at a time"
-        )
+        raise UserError(f"{other[0]} was trained for another base than {folders[0]}; compare heads of one base")
 
 
 def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> list[Candidate]:
-    """Return the candidates of a grid: each head's default, and every other pair of the grid's lengths and thresholds.
-
-    ``head`` is the loaded ``config.head``, whose candidates come first. Pairs with longer chains than a head drafts are
-    left out.
-    """
+    """Return each head's default, and every other pair of the grid's lengths and thresholds that the head can draft."""
     folders = [config.head, *(folder for folder in config.grid.heads if folder != config.head)]
     heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
     deepest = max(each.depth for each in heads.values())
     if max(config.grid.drafts, default=0) > deepest:
         raise UserError(
-            f"grid.drafts={config.grid.drafts} is more than the {deepest} positions that the heads draft; give at most "
-            f"{deepest} (0 is a head's own tree)"
+            f"grid.drafts={config.grid.drafts}: the heads draft {deepest} positions; give at most {deepest}"
         )
     paths = {folder: Path(folder) for folder in heads}
     labels = {folder: path.parent.name if path.name == "head" else path.name for folder, path in paths.items()}
@@ -87,14 +79,10 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 
 
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
-    """Make the fastest candidate its head's default, and write ``grid.json`` and ``grid.png`` into that head's folder.
+    """Make the fastest candidate its head's default and write ``grid.json`` and ``grid.png``; return a console line.
 
-    ``evaluation`` is the contents of ``eval.json``, from a run that timed the candidates. The default (on disk and
-    in ``Candidate.head``) changes only if the whole interval of the candidate's speedup is above the default's speedup.
-    With ``dry`` nothing is written or changed.
-
-    Returns:
-        A line for the console that names the fastest candidate and what was changed.
+    The default changes only if the whole interval of the candidate's speedup is above the default's speedup. With
+    ``dry`` nothing is written or changed.
     """
     methods = evaluation["overall"]["methods"]
     rows: list[dict[str, Any]] = [

@@ -60,7 +60,7 @@ class TokenTree:
             paths.append((*paths[parent], rank))
         return tuple(paths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return max(len(p) for p in self.paths)
 

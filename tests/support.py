@@ -22,9 +22,10 @@ from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafthead import cli
-from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.lossless.self_check import fitted as fitted
@@ -35,7 +36,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.decoding.random_source import DRAFT, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -201,6 +202,42 @@ def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, d
     return torch.cat(context.logits(chain_levels(drafts)), 1)[0]
 
 
+@torch.inference_mode()
+def assert_rows_are_independent(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> None:
+    """Check that rows wait, continue and start again by themselves: each drafts as a fresh session with its tokens."""
+    texts, starts = [random_ids(40, seed) for seed in range(4)], [0, 0, 0]  # row 0 answers texts 0 and then 3
+    ids = [list(text) for text in texts[:3]]
+    states = [base.forward(torch.tensor([text]), base.new_cache(40), spec=drafter.spec) for text in texts]
+    session = drafter.open(3)
+
+    def commit(counts: list[int]) -> None:
+        width, rows = max(counts), [3 if ids[0] is texts[3] else 0, 1, 2]
+        spans = [(texts[row][s : s + width], states[row].span(s, width)) for row, s in zip(rows, starts, strict=True)]
+        session.commit(torch.tensor([tokens for tokens, _ in spans]), counts, pad_rows([hidden for _, hidden in spans]))
+        starts[:] = [start + count for start, count in zip(starts, counts, strict=True)]
+
+    def drafted(rows: Session, last: list[int]) -> Tensor:
+        rng = PerRowRng([7] * len(last), [9] * len(last), DRAFT, base.device)
+        proposal = rows.draft(torch.tensor(last), draft_config, rng)
+        return torch.cat([proposal.tokens, proposal.shape.parents.expand_as(proposal.tokens)], 1)
+
+    commit([12, 0, 7])
+    commit([1, 9, 0])
+    drafted(session, [5, 6, 7])
+    session.reset([0])
+    ids[0], starts[0] = texts[3], 0
+    commit([5, 2, 0])  # a prompt in row 0, while row 1 continues and row 2 waits
+    commit([0, 1, 3])
+    assert session.lengths == starts == [5, 12, 10]
+    last = [text[start] for text, start in zip(ids, starts, strict=True)]
+    together = drafted(session, last)
+    fresh = drafter.open(3)
+    prompts = pad_sequence([torch.tensor(text[:start]) for text, start in zip(ids, starts, strict=True)], True)
+    hidden = pad_rows([states[row].span(0, start) for row, start in zip((3, 1, 2), starts, strict=True)])
+    fresh.commit(prompts, starts, hidden)
+    assert torch.equal(drafted(fresh, last), together)
+
+
 def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
     parents = proposal.shape.parents.expand(proposal.tokens.shape)[row].tolist()
     paths: dict[int, tuple[int, ...]] = {0: ()}
@@ -288,12 +325,21 @@ def assert_distributed(
         assert p_value_of_answers(counts, probs_of_answers(base, prompt, options["sampler"], length)) > 1e-4, prompt
 
 
-def assert_same_in_any_batch(base: BaseModel, drafter: Drafter, prompts: list[list[int]], **options: Any) -> None:
-    """Check that a row's seed decides its answer, whatever the other rows of the batch."""
-    seeds = [11, 2**40, -3, 7][: len(prompts)]
-    together = decode_batch(base, drafter, prompts, seeds=seeds, **options)
-    for prompt, seed, result in zip(prompts, seeds, together, strict=True):
-        assert decode(base, drafter, prompt, seed=seed, **options).tokens == result.tokens
+def assert_same_in_any_batch(
+    base: BaseModel,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    sizes: Sequence[int | None] = (None, 2),
+    **options: Any,
+) -> None:
+    """Check that a row's seed decides its answer, whatever the other rows of the batch, and which row it is."""
+    seeds = [11, 2**40, -3, 7, *range(20, 20 + len(prompts))][: len(prompts)]
+    alone = [
+        decode(base, drafter, prompt, seed=seed, **options).tokens for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    for size in sizes:
+        together = decode_batch(base, drafter, prompts, seeds=seeds, batch_size=size, **options)
+        assert [result.tokens for result in together] == alone, f"{size} rows"
 
 
 def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from head_cases import EXAMPLE
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.models.decoding.loop import decode
@@ -120,7 +120,7 @@ def test_heads_are_trained_for_equal_time_and_measured(script: Load, tmp_path: P
     assert record["lookup"]["tau"] >= 1 and set(record["speed"]["groups"]) == {"shared", "medusa2"}
     for speed in record["speed"]["heads"].values():
         assert speed["alone"]["identical_outputs"]["same"] == speed["with_lookup"]["identical_outputs"]["same"] == 2
-    assert "prompt lookup alone" in path.with_suffix(".svg").read_text()
+    assert path.with_suffix(".svg").stat().st_size > 5000
 
     # A second seed is added; what is finished is not trained again.
     before = {file: file.stat().st_mtime_ns for file in out.glob("*-seed0/head/*.safetensors")}
@@ -163,7 +163,9 @@ def test_the_pages_show_the_record_of_heads(script: Load) -> None:
     for page in heads.PAGES:
         shown = page.read_text().partition(heads.MARKS[0])[2].partition(heads.MARKS[1])[0]
         assert shown == f"{table.markdown(record)}\n", f"{page}: run python benchmarks/heads.py --stage table --write"
-    assert heads.RECORD.with_suffix(".svg").read_text() == table.figure(record)
+    drawn = table.figure(record).axes[0].lines
+    dots = sum(len(line.get_xdata()) for line in drawn if line.get_marker() == "o")
+    assert dots == 2 * len(record["runs"])
 
 
 def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> None:
@@ -171,7 +173,7 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     prompts = [[n, n + 1] for n in range(8)]
-    answers = [FinishedAnswer([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
+    answers = [Answer.of([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
     stream = [(answer, read_hidden_states(base, head, answer)) for answer in answers] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]

@@ -114,7 +114,6 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
         ("export", ["head=x"], "missing: to=... out=...; see --help"),
         ("import", ["from=x", "out=y"], "base is missing: name the base model"),
-        ("import", ["from=x", "out=y", "base=b", "format=onnx"], "unknown format 'onnx'"),
         ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
         ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
         ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
@@ -71,8 +72,7 @@ class OnlineConfig:
     def __post_init__(self) -> None:
         if self.optim.schedule != "constant":
             raise UserError(
-                f"optim.schedule={self.optim.schedule} needs a last step, and a stream of prompts has none; set "
-                "optim.schedule=constant"
+                f"optim.schedule={self.optim.schedule} needs a last step, which a stream lacks; set it to constant"
             )
 
 
@@ -80,7 +80,7 @@ class OnlineConfig:
 class OnlineExample:
     """A finished answer as training data."""
 
-    text: FinishedAnswer
+    text: Answer
     hidden: HiddenStates
     """The base's hidden states [1, n, ...] at the n tokens of prompt and answer, without a gradient; those of the last
     token may be zeros."""
@@ -88,10 +88,7 @@ class OnlineExample:
     """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """Return the answer as one row that trains its tokens at ``positions``: "all" or "rejected".
-
-        With "rejected", all other tokens have weight 0. ``depth`` is the head's number of draft positions.
-        """
+        """Return the answer as one row; with ``positions`` "rejected", all tokens but rejected ones have weight 0."""
         batch = TrainBatch.of([self.text.ids], self.text.boundary)
         if positions == "all":
             return batch
@@ -126,7 +123,7 @@ class Recorder(Drafter):
         failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in self.session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
         rejected = [(i, k) for i, k, drafted in filter(None, failed) if i < len(tokens) and tokens[i] not in drafted]
-        text = FinishedAnswer(tokens, hidden[0].final.shape[1])  # the prompt is committed first
+        text = Answer.of(tokens, hidden[0].final.shape[1])  # the prompt is committed first
         return OnlineExample(text=text, hidden=join(hidden, len(tokens)), rejected=rejected)
 
 
@@ -163,6 +160,10 @@ class RecorderSession(Session):
     def select(self, rows: list[int]) -> None:
         self._inner.select(rows)
 
+    def rollback(self, lengths: list[int]) -> None:
+        self._inner.rollback(lengths)
+        self.hidden, self.steps = [], []  # the row starts again, with another prompt
+
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
     """Concatenate hidden states [1, T, ...] along T, then cut or zero-pad the result to [1, length, ...]."""
@@ -172,18 +173,11 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return where a step left the drafted tree: (index, draft position, drafts) of the first token not drafted.
+    """Return where a step left the drafted tree: (index, draft position, drafts) of the first undrafted token, or None.
 
-    ``index`` counts the tokens of prompt and answer from 0, and the draft position counts from 1. ``drafts`` are the
-    ids that were drafted at that position instead. Return None if the committed path ends in a leaf of the tree.
-
-    Args:
-        proposal: Drafted tree of the step.
-        accepted: Ids that the step committed after the tree's root. They may come from another drafter's tree.
-        length: Index of the root.
-
-    Example: the root has drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2,
-    (c,)).
+    ``index`` counts the tokens of prompt and answer, and the draft position counts from 1. ``length`` is the root's
+    index, and ``accepted`` are the ids committed after it, maybe from another drafter's tree. Example: the root has
+    drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2, (c,)).
     """
     tokens, parents = torch.stack([proposal.tokens[0], proposal.shape.parents[0]]).tolist()
     node, depth = 0, 0
@@ -222,10 +216,7 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer the prompt ``ids`` with the exact acceptance rule and learn from the answer.
-
-        Return the answer and its training example. ``draft_config`` is by default the head's own.
-        """
+        """Answer the prompt ``ids`` exactly, and learn from the answer; return it and its training example."""
         result = decode(
             self.head.base_model,
             self.recorder,
@@ -288,10 +279,7 @@ class OnlineLearner:
         save_checkpoint(folder, self.answered, progress, *states, rng=[capture_rng()], manifests={"stream": made_by})
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
-        """Load the newest checkpoint of ``folder``; return False if there is none.
-
-        Raise a ``UserError`` if the checkpoint was saved with settings other than ``made_by``.
-        """
+        """Load the newest checkpoint of ``folder``; return False if there is none, and reject other settings."""
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False
@@ -300,8 +288,8 @@ class OnlineLearner:
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
-                f"the answers in {folder} were made with {key} = {was}, but this command has {now}; use the old "
-                "setting, choose another folder (out=...), or start over with resume=false"
+                f"the answers in {folder} were made with {key} = {was}, but this command has {now}; choose another "
+                "folder (out=...)"
             )
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
@@ -312,13 +300,10 @@ class OnlineLearner:
         return True
 
 
-def replayed(
-    head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
-) -> tuple[float, OnlineExample]:
+def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
     """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
 
-    The head reads the finished answer once; nothing is decoded. ``hidden`` [1, n, ...] are the base's hidden states at
-    the n tokens of ``text``. An answer too short for a draft has 0 steps.
+    The head reads the finished answer once; nothing is decoded. ``hidden`` are the base's states at its tokens.
     """
     batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
@@ -332,11 +317,10 @@ def replayed(
     )
 
 
-def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
 
-    A step that accepts a whole path of the tree fails to draft nothing. ``ranks`` are those of the true tokens among
-    the head's candidates; ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length.
+    ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length.
     """
     rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
@@ -351,10 +335,7 @@ def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: Toke
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:
-    """Return a copy of the head on the same base, with weights that training of ``head`` does not change.
-
-    It is in evaluation mode and has only the tree for batch size 1.
-    """
+    """Return a copy of the head on the same base, with only its tree for one row; training does not change it."""
     whole = len(head.d2t) == head.base.vocab_size
     copy = head.config.build(head.base, None if whole else head.d2t)
     copy.load_state_dict(head.state_dict())

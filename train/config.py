@@ -225,10 +225,9 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Convert a composed recipe to checked settings; raise a ``UserError`` for settings that exclude each other.
+    """Convert a composed recipe to checked settings; reject settings that exclude each other.
 
-    A null ``data.answers.fresh`` becomes true if packaged answers are of another base than this one, else false.
-    ``max_draft_vocab_size`` is applied to the head's settings.
+    A null ``data.answers.fresh`` becomes true if packaged answers are of another base than this one.
     """
     run = parse(cfg, RunConfig)
     answers = run.data.answers
@@ -260,8 +259,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     for name, phase in run.phases.items():
         if phase.optim.name == "muon" and run.shard.mode != "none":
             raise UserError(
-                f"phases.{name}.optim.name=muon needs whole matrices, but shard.mode={run.shard.mode} splits them; use "
-                "shard=none, or optim.name=adamw"
+                f"phases.{name}.optim.name=muon needs whole matrices, but shard.mode={run.shard.mode}; use adamw"
             )
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
@@ -272,8 +270,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     answer = answers.max_prompt_tokens + answers.sampler.max_new_tokens
     if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(
-            f"data.answers makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
-            f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower these limits"
+            f"data.answers makes rows of up to {answer} tokens, but phase rows hold {run.answer_row_length}; raise "
+            "phases.*.seq_len"
         )
     context = run.base.max_context or run.base.shape.get("max_position_embeddings")
     longest = max(answer, *(p.seq_len for p in run.phases.values()))
@@ -295,24 +293,17 @@ def _check_base_training(run: RunConfig) -> None:
         return
     if not head.trains_base:
         raise UserError(
-            f"phases.{tuning[0]}.train_base needs a head that trains its base, such as head=medusa2; "
-            f"{type(head).__name__} cannot"
+            f"phases.{tuning[0]}.train_base needs a head like medusa2; {type(head).__name__} does not train its base"
         )
     if tuning != names[-len(tuning) :]:
-        raise UserError(
-            f"phases.{names[-1]} trains heads for the original base after phases.{tuning[0]} has changed it; put "
-            "phases with train_base last"
-        )
+        raise UserError(f"phases.{names[-1]} follows phases.{tuning[0]}, which changes the base; put train_base last")
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
     if len(lengths) > 1:
-        raise UserError(
-            f"phases with train_base on text have rows of {sorted(lengths)} tokens, so the text held out for "
-            "quality_limits would differ; set the same seq_len in these phases"
-        )
+        raise UserError(f"phases with train_base on text have rows of {sorted(lengths)} tokens; set the same seq_len")
     if run.base.adapter is not None:
         raise UserError(
             f"base.adapter={run.base.adapter} and phases.{tuning[0]}.train_base exclude each other: a head keeps one "
-            "adapter; merge the adapter into the base (peft's merge_and_unload) and give the saved model as base.name"
+            "adapter; merge this one into the base (peft's merge_and_unload)"
         )
 
 

@@ -15,8 +15,8 @@ from shlex import quote
 import torch
 from accelerate.utils import set_seed
 
-from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
-from drafthead.data.batch import FinishedAnswer, TrainBatch
+from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup, open_answers
+from drafthead.data.batch import TrainBatch
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import OWN, load_suite, suite_label
 from drafthead.data.text.packing import PackedRows
@@ -169,7 +169,7 @@ class RunContext:
         return replace(run.eval, suite=str(path))
 
     @cached_property
-    def development_answers(self) -> list[FinishedAnswer] | None:
+    def development_answers(self) -> list[Answer] | None:
         """The base's answers to the suite's dev half; None unless ``eval.split=test`` and ``tree_prompts`` > 0."""
         run = self.run
         if run.eval.split != "test" or not run.tree_prompts:
@@ -183,10 +183,7 @@ class RunContext:
         return agreement_line(read_json(path)) if path.exists() else None
 
     def new_head(self) -> DraftHead:
-        """Return the head to train, before its first step: that of ``init_from`` without its tree, or a new one.
-
-        A new head of a run that trains the base includes the base's adapters.
-        """
+        """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new."""
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
@@ -303,8 +300,7 @@ def train(context: RunContext) -> None:
 def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     """Measure acceptance of a head with continued training, on held-out answers of the new data and of ``init_data``.
 
-    Mean accepted lengths are stored in ``init_from.json`` under ``when``: "before" training, measured only once, or
-    "after" it, when both are printed.
+    Lengths "before" training are stored in ``init_from.json``, and measured only once.
     """
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
@@ -324,7 +320,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
 def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``."""
     stored = store.read(with_hidden_states=False)
-    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
+    answers = [answer for answer in stored if is_held_out(answer.prompt_number)]
     if not answers:
         raise UserError(
             f"{store.folder} has too few answers to hold some out; raise data.answers.prompts, or change init_data"
@@ -352,10 +348,9 @@ def _save_trained_head(context: RunContext) -> None:
 
 
 def quality(context: RunContext) -> None:
-    """Measure how much training changed the base, on held-out text and answers; do nothing if the base is frozen.
+    """Measure how much training changed the base, on held-out text and answers, into ``quality.json``.
 
-    The result is stored in ``quality.json``. If it exceeds one of ``quality_limits``, the later stage card ends the run
-    with an error.
+    If it exceeds one of ``quality_limits``, the later stage card ends the run with an error.
     """
     run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
@@ -383,10 +378,7 @@ def quality(context: RunContext) -> None:
 
 
 def tree(context: RunContext) -> None:
-    """Choose the tree with the highest expected speedup on this machine, and save it with the head.
-
-    Step costs are measured first. A choice for the same head and machine in ``calibration.json`` is used again.
-    """
+    """Choose the tree with the highest expected speedup on this machine, once, and save it with the head."""
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
     source = "held-out answers of the training data"
@@ -422,8 +414,7 @@ def tree(context: RunContext) -> None:
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     """Return the ranks of the true tokens among the head's candidates, for each answer on which the tree is chosen.
 
-    These are the base's answers to the suite's dev half. If the run uses no dev half, they are the held-out answers of
-    the training data.
+    Without a dev half, these are the held-out answers of the training data.
     """
     run = context.run
     if context.development_answers is not None:
@@ -439,8 +430,7 @@ def evaluate(context: RunContext) -> None:
     calibrated = load_calibration(context.folder / CALIBRATION, head)
     if calibrated is None:
         raise UserError(
-            f"{context.folder / CALIBRATION} is missing, or belongs to another head or machine; run the stage tree "
-            "first (stages=[tree,evaluate])"
+            f"{context.folder / CALIBRATION} is missing, or of another head or machine; run stages=[tree,evaluate]"
         )
     costs, calibration = calibrated
     head.tree = calibration.tree
@@ -473,10 +463,7 @@ def evaluate(context: RunContext) -> None:
 
 
 def card(context: RunContext) -> None:
-    """Write the model card and print commands for the head.
-
-    Raise a ``UserError`` at the end if a trained base changed more than ``quality_limits`` allows.
-    """
+    """Write the model card and print commands for the head; reject a base that changed more than allowed."""
     run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")
@@ -490,9 +477,9 @@ def card(context: RunContext) -> None:
         context.display.line(line)
     if result is not None and not result["passed"]:
         raise UserError(
-            f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head is saved in "
-            f"{context.head_folder} and works with the changed base. Lower the learning rate or the steps of the "
-            "phases with train_base, or head.heads_weight, and start over with resume=false; or raise the limits"
+            f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head in "
+            f"{context.head_folder} works with the changed base; to change it less, lower head.heads_weight or the "
+            "steps of phases with train_base, and start over with resume=false"
         )
 
 

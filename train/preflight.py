@@ -24,11 +24,7 @@ ONLINE = ("hf", "embedded", "builtin")
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
-    """Check the inputs of a run on ``processes`` processes, before its model is loaded. A fault is a ``UserError``.
-
-    It checks the login to the Hub, the evaluation suite, the baselines, batch sizes, the heads that ``init_from`` and
-    ``boost.head`` name, the folder ``init_data``, the answer server and the data sources.
-    """
+    """Check the inputs of a run on ``processes`` processes, before its model is loaded."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
@@ -38,8 +34,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         if (least := phase.micro_batches(processes, rows) * processes) > rows:
             raise UserError(
                 f"phases.{name}.rows_per_step={rows} cannot be split among {processes} processes in micro-batches of "
-                f"{phase.micro_batch_size}; set it to a multiple of {processes}, such as {least}, or use a number of "
-                f"processes that divides {rows}"
+                f"{phase.micro_batch_size}; set it to a multiple of {processes}, such as {least}"
             )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
@@ -47,8 +42,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         head_type, expected = read_head_config(resolve_folder(run.init_from))["head_type"], run.head_config().head_type
         if head_type != expected:
             raise UserError(
-                f"init_from={run.init_from} holds a head of type {head_type}, but this run trains a {expected}; choose "
-                f"a recipe or head={head_type}"
+                f"init_from={run.init_from} is a {head_type}, but this run trains a {expected}; set head={head_type}"
             )
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
         raise UserError(f"init_data={run.init_data} has no folder 'answers'; name the data.folder of an earlier run")
@@ -61,10 +55,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
 
 
 def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
-    """Raise a ``UserError`` for empty or broken sources of text, transcripts and prompts, and for too few of them.
-
-    Only sources of these ``kinds`` are read; by default those are files on this machine.
-    """
+    """Reject empty, broken or too few sources of text, transcripts and prompts, of these ``kinds``."""
     answers, text = run.data.answers, run.data.text
     for sources in (text.sources, answers.sources):
         shares(sources)
@@ -97,8 +88,8 @@ def _require_held_out(run: RunConfig) -> None:
         remedy = "name more data.prompts" if data.prompts else "raise data.answers.prompts, or name more sources"
     if count < HELD_OUT_EVERY and "train" in run.stages:
         raise UserError(
-            f"{count} conversations are too few to train on: one in {HELD_OUT_EVERY} is held out to measure "
-            f"acceptance, so at least {HELD_OUT_EVERY} are needed; {remedy}"
+            f"{count} conversations are too few: one in {HELD_OUT_EVERY} is held out, so at least {HELD_OUT_EVERY} "
+            f"are needed; {remedy}"
         )
 
 

@@ -36,10 +36,7 @@ _ABSENT = object()
 
 
 def open_folder(run: RunConfig) -> None:
-    """Prepare the run's folder: remove the stages' results if ``resume=false``, and write ``training-settings.json``.
-
-    Raise a ``UserError`` if the folder holds a run that was trained with other settings, or with unknown ones.
-    """
+    """Write ``training-settings.json``; reject a folder that was trained with other, or with unknown, settings."""
     path = Path(run.out) / SETTINGS
     if not run.resume:
         _clear(run)
@@ -47,8 +44,7 @@ def open_folder(run: RunConfig) -> None:
         check_settings(path, run)
     elif "train" in run.stages and _is_trained(path.parent):
         raise UserError(
-            f"{path} is missing, so the settings of the training in {path.parent} are unknown; restore this file, or "
-            "give the run another name (name=...)"
+            f"{path} is missing, so the settings of this training are unknown; restore it, or choose another name=..."
         )
     write_json(path, training_settings(run))
 
@@ -123,8 +119,7 @@ def _clear(run: RunConfig) -> None:
     results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
     if results and not settings.exists():
         raise UserError(
-            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}, so it is not a run folder of "
-            "this program; choose another folder (out=...), or remove this one yourself"
+            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}; choose another folder (out=...)"
         )
     for path in results:
         if path.is_dir():

@@ -74,10 +74,9 @@ class Completions:
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
-        """Return the answer in the server's response to ``prompt``.
+        """Return the answer in the server's response: its token ids or, with ``as_text``, its text, tokenised here.
 
-        The answer's tokens are the response's token ids or, with ``as_text``, its text, which is tokenised here. Raises
-        a ``BadAnswerError`` for a fault that another try may not have, and a ``UserError`` for other faults.
+        A fault that another try may not have is a ``BadAnswerError``.
         """
         choice = _only_choice(completion)
         number, ids = prompt
@@ -91,16 +90,14 @@ class Completions:
         if not finished and len(answer) < self.sampler.max_new_tokens and not as_text:
             raise UserError(
                 f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
-                f"{self.sampler.max_new_tokens} tokens; give the server a longer context, or lower "
-                "sampler.max_new_tokens"
+                f"{self.sampler.max_new_tokens} tokens; give the server a longer context"
             )
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, prompt_ids: list[int], as_text: bool) -> list[int]:
         """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text.
 
-        The text is tokenised where it stands, after the prompt. It can have more tokens than were requested; the last
-        ones are then cut off.
+        The text is tokenised after the prompt. Tokens beyond the requested number are cut off.
         """
         most = self.sampler.max_new_tokens
         if as_text:
@@ -121,15 +118,11 @@ class Completions:
     ) -> tuple[list[int], bool]:
         """Return the answer up to and including its end-of-turn token, and True if it has one.
 
-        Servers may leave this token out of an answer that they report as ``finished``. It is then taken from the
-        server's ``stop_reason``, or else from the tokenizer's end-of-sequence token. ``number`` is the prompt's.
+        Servers may leave this token out of a finished answer. It is then their ``stop_reason``, or the tokenizer's.
         """
         if self.sampler.ignore_eos:
             if finished:
-                raise UserError(
-                    f"the server ended the answer to prompt {number} although ignore_eos was requested; set "
-                    "sampler.ignore_eos=false or use vLLM or SGLang"
-                )
+                raise UserError(f"the server ended answer {number} despite ignore_eos; set sampler.ignore_eos=false")
             return answer, False
         if (ended := through_end(answer, self.eos_ids)) is not None:
             return ended, True
@@ -140,8 +133,7 @@ class Completions:
         eos = next((token for token in candidates if token in self.eos_ids), None)
         if eos is None:
             raise UserError(
-                f"the server ended the answer to prompt {number}, but the base has no end-of-turn token; set "
-                "eos_token_id in the base's generation_config.json"
+                f"the server ended answer {number}, but the base's generation_config.json has no eos_token_id; set it"
             )
         return [*answer, eos], True
 
@@ -196,8 +188,7 @@ class Server:
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.
 
-        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request. Messages name
-        the request by ``request_name``.
+        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request.
         """
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
@@ -218,8 +209,7 @@ class Server:
             if tried < tries:
                 await asyncio.sleep(0.5)
         raise UserError(
-            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server, "
-            "or lower data.answers.server.concurrency, or raise data.answers.server.timeout or .tries"
+            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server"
         )
 
     async def _note_status(self, response: Any) -> None:
@@ -249,11 +239,7 @@ class Server:
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """Return the name under which the server of ``config`` serves the model named ``base``.
-
-    Raises a ``UserError`` if the server does not serve it, or serves it with a context shorter than ``longest`` tokens,
-    the most that a prompt and its answer can have.
-    """
+    """Return the name under which the server serves the model ``base``; reject a context below ``longest`` tokens."""
 
     async def served_models() -> dict[str, int | None]:
         async with Server(config) as server:
@@ -272,8 +258,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     if isinstance(context, int) and context < longest:
         raise UserError(
             f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
-            f"{longest} (data.answers.max_prompt_tokens + sampler.max_new_tokens); lower these limits, or raise the "
-            "server's context"
+            f"{longest}; lower data.answers.max_prompt_tokens or sampler.max_new_tokens"
         )
     return model
 
@@ -294,10 +279,7 @@ class ServerBackend:
     _model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``server``: the base's name on the server and the answers' form, ids or text.
-
-        If ``recorded``, the manifest of a resumed corpus, has this entry, it is returned and the server is not asked.
-        """
+        """Return the manifest's entry ``server``: that of a resumed corpus, or the base's name and form of answers."""
         self._recorded = recorded.get("server")
         if self._recorded is None:
             model, as_text = self._find_model()
@@ -317,8 +299,7 @@ class ServerBackend:
         if share < self.config.min_greedy_match_rate:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
-                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more. The server has another model, or a "
-                "strongly quantised one; serve the base, or lower data.answers.server.min_greedy_match_rate"
+                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more; serve the base itself"
             )
 
     def shards(
@@ -326,9 +307,8 @@ class ServerBackend:
     ) -> Iterator[tuple[int, list[Answer]]]:
         """Yield (shard number from 0, its answers) for every ``SHARD_ROWS`` answers, in the order of their arrival.
 
-        Only the first process of ``group`` requests and yields answers; the others yield nothing. ``done`` has the
-        numbers of prompts that need no answer.
-        ``on_done`` is called after every answer. Before an error is raised, finished answers are yielded.
+        Only the first process of ``group`` requests answers, to prompts not in ``done``. Before an error is raised,
+        finished answers are yielded.
         """
         if group.rank:
             return
@@ -360,7 +340,7 @@ class ServerBackend:
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 raise UserError(
                     f"the corpus was started with answers as {self._recorded['answers']}, and {self.config.root} now "
-                    "gives another form; resume with a server like the first, or choose another data.folder"
+                    "gives another form; choose another data.folder"
                 )
             self._model = model, as_text
         return self._model
@@ -378,8 +358,8 @@ class ServerBackend:
     ) -> Iterator[Answer]:
         """Yield answers as they arrive, with ``config.concurrency`` requests at a time.
 
-        With ``check_prompts``, raise a ``UserError`` if the server reads a prompt as another number of tokens. An error
-        or an interrupt cancels the open requests. An error is raised after all finished answers are yielded.
+        With ``check_prompts``, reject a server that reads a prompt as another number of tokens. An error or an
+        interrupt cancels the open requests; it is raised after all finished answers.
         """
         if not prompts:
             return
@@ -392,8 +372,7 @@ class ServerBackend:
                 length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
                 if check_prompts and isinstance(length, int) and length != len(prompt[1]):
                     raise UserError(
-                        f"the server read {length} tokens of a prompt that has {len(prompt[1])}; its tokenizer differs "
-                        "or adds special tokens around prompts: serve the base itself"
+                        f"the server read {length} tokens of a prompt of {len(prompt[1])}; serve the base itself"
                     )
                 return completions.parse(completion, prompt, as_text)
 

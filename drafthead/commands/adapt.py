@@ -69,8 +69,8 @@ def main(config: AdaptConfig) -> None:
     fits = [n for n, each in enumerate(ids) if len(each) + config.max_new_tokens <= base.max_context]
     if not fits:
         raise UserError(
-            f"no prompt of {config.suite} and its answer of max_new_tokens={config.max_new_tokens} fit the base's "
-            f"context of {base.max_context} tokens; lower max_new_tokens or choose another suite"
+            f"no prompt of {config.suite} with max_new_tokens={config.max_new_tokens} fits the base's context of "
+            f"{base.max_context} tokens; lower max_new_tokens"
         )
     if skipped := len(ids) - len(fits):
         display.line(f"   skipping {skipped} of {len(ids)} prompts, which do not fit the context of {base.max_context}")
@@ -108,10 +108,7 @@ def main(config: AdaptConfig) -> None:
 
 
 def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """Return the settings and inputs that must be equal to resume a stream, as JSON values.
-
-    ``base`` has the "fingerprint" of the base, and ``ids`` has the token ids of each prompt.
-    """
+    """Return the settings and inputs that must be equal to resume a stream, as JSON values."""
     online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
     return {
         **online,
@@ -124,10 +121,9 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Return the mean accepted length of some answers: all tokens divided by all steps; NaN without steps.
+    """Return the mean accepted length of rows of ``answers.jsonl``: all tokens divided by all steps.
 
-    A row of ``answers.jsonl`` has "tokens", and under ``key`` the number of steps: "steps", or "steps_frozen" for the
-    original head.
+    ``key`` is "steps", or "steps_frozen" for the original head.
     """
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")

@@ -141,10 +141,7 @@ class Chat:
             self._note(line)
 
     def say(self, message: str) -> None:
-        """Print the answer to ``message`` and add both to the conversation; the message ``/reset`` starts a new one.
-
-        If the context has no room, print that instead.
-        """
+        """Print the answer to ``message`` and add both to the conversation; ``/reset`` starts a new one."""
         self.transcript.append(f"> {message}\n", style="bold")
         if message == "/reset":
             self.messages = list(self._system)

@@ -30,12 +30,9 @@ REGISTERED: dict[str, tuple[type[Any], str]] = {}
 def command(name: str, cls: type[T], usage: str, *, words: str = "") -> Callable[[Task[T]], Callable[[], None]]:
     """Return a decorator that turns a function of checked settings into a command's entry point.
 
-    Args:
-        name: name of the command, as in ``drafthead NAME``.
-        cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name. A field
-            ``from_`` is the key ``from``, which is a keyword of Python.
-        usage: text that ``--help`` prints before the settings: the docstring of the command's module.
-        words: field that receives all arguments that are not settings, joined by spaces; "": they are errors.
+    ``base=NAME`` sets the field ``base.name``, and ``from`` the field ``from_``. ``usage`` is printed before the
+    settings. ``words`` is the field that receives all arguments that are not settings, joined by spaces; "": they are
+    errors.
     """
     REGISTERED[name] = cls, usage
 
@@ -73,10 +70,7 @@ def required(cls: type[Any]) -> list[str]:
 
 
 def _composed(arguments: list[str], cls: Any, words: str) -> DictConfig:
-    """Return the defaults of ``cls``, changed by arguments as users type them; values are YAML.
-
-    ``words`` is the field for the other arguments, or "" (see ``command``).
-    """
+    """Return the defaults of ``cls``, changed by arguments as users type them; values are YAML."""
     given, text = OmegaConf.create(), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -106,11 +100,7 @@ def _composed(arguments: list[str], cls: Any, words: str) -> DictConfig:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error.
-
-    If ``out`` is a file or has contents, raise a ``UserError`` instead. After an error in the block, the temporary
-    folder is deleted.
-    """
+    """Yield a temporary folder that becomes ``out`` if the block succeeds; reject an ``out`` with contents."""
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:

@@ -87,8 +87,7 @@ def vllm_build() -> tuple[str, str]:
     if device.type == "cuda" and torch.version.hip is None:
         return f"vllm=={VLLM_VERSION}", f"this machine has a {accelerator_name()}"
     raise UserError(
-        f"the package index has no vLLM for {accelerator_name()}; install vLLM as its documentation says and give its "
-        "interpreter to evaluations (engine.vllm.python=PATH), or give the package to install (package=NAME)"
+        f"the package index has no vLLM for {accelerator_name()}; install one and set engine.vllm.python=PATH"
     )
 
 

@@ -33,7 +33,7 @@ from drafthead.eval.config import METHOD, EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
-from drafthead.eval.metrics.served import engine_failures
+from drafthead.eval.metrics.engine_comparison import engine_failures
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.calibrate import measured_with
@@ -115,10 +115,9 @@ def main(config: EvalRunConfig) -> None:
 
 
 def keep_earlier(folder: Path, settings: dict[str, Any]) -> Path | None:
-    """Move results in ``folder`` that were measured with other ``settings`` to a new folder ``earlier-N`` in it.
+    """Move results in ``folder`` that were measured with other ``settings`` to a new folder, and return it.
 
-    Return the new folder, or None if nothing was moved. Write the new settings. Logs of single answers stay, because an
-    evaluation with a larger ``limit`` continues them.
+    Logs of single answers stay, because an evaluation with a larger ``limit`` continues them.
     """
     settings = {key: value for key, value in settings.items() if key not in ("out", "resume", "dry")}
     settings = json.loads(json.dumps(settings, default=str))  # as they are read

@@ -118,10 +118,7 @@ def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, 
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
-        raise UserError(
-            f"no published head at {source}: {what}; from= takes a folder with config.json and safetensors, or a Hub "
-            "repository (user/name)"
-        )
+        raise UserError(f"no published head at {source}: {what}; from= takes a folder or a Hub repository (user/name)")
     folder = resolve_folder(source, revision)
     if not (folder / CONFIG).is_file():
         raise UserError(
@@ -129,8 +126,5 @@ def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, 
         )
     content = read_config(folder)
     if set(OURS) <= set(content):
-        raise UserError(
-            f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`, or publish "
-            f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
-        )
+        raise UserError(f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`")
     return folder, content

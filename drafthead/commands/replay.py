@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
@@ -128,12 +128,9 @@ def main(config: ReplayConfig) -> None:
 
 
 def head_rows(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for ``head``: chains and, unless ``rule=block``, trees of ``config.nodes``.
-
-    If the head has a confidence threshold, its own tree has a row too, with top-k drafts and the exact rule only.
-    """
+    """Return the rows of ``head``: chains, trees of ``config.nodes`` and, if it has a threshold, its own tree."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),

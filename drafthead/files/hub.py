@@ -74,7 +74,7 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload the saved head in ``folder``, and return the repository's address.
+    """Upload the saved head in ``folder``, with the repository's name in its README.md; return its address.
 
     First the repository's name is written into the head's README.md. After temporary failures the upload is tried
     again; if no attempt succeeds, a ``UserError`` gives the command for a later upload.

@@ -34,11 +34,7 @@ INTERRUPTED = 130
 
 
 def parse(cfg: DictConfig, cls: type[T]) -> T:
-    """Convert a composed config to an instance of the settings class ``cls``, which checks all values.
-
-    Raises:
-        UserError: names the dotted key, what was expected and what was found.
-    """
+    """Convert a composed config to an instance of the settings class ``cls``, which checks all values."""
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -56,10 +52,9 @@ def _without_missing(value: Any) -> Any:
 
 @cache
 def schema(cls: Any) -> type[Any]:
-    """Return a plain dataclass with the keys and defaults of a settings class, for the hydra library.
+    """Return a plain dataclass with the keys and defaults of a settings class, so that Hydra knows every key.
 
-    From it hydra knows every key. All values have type ``Any``, because the settings class checks them with better
-    messages.
+    All values have type ``Any``, because the settings class checks them with better messages.
     """
     plain: list[tuple[str, Any, Any]] = []
     for f in fields(cls):
@@ -93,10 +88,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
-    """End the process with one line if the block raises an expected error; exit code 1 for bad input, 130 for Ctrl-C.
-
-    For an unknown key, the message suggests similar keys of the settings class ``cls``, unless it is None.
-    """
+    """End the process with one line if the block raises an expected error: code 1, or 130 for Ctrl-C."""
     try:
         yield
     except UserError as error:

@@ -31,10 +31,7 @@ class Setting:
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield every setting of ``cls`` and of nested settings classes, in order of definition.
-
-    ``prefix`` is put before every key.
-    """
+    """Yield every setting of ``cls`` and of nested settings classes, in order of definition."""
     for f in fields(cls):
         kind, key = types_of(cls)[f.name], f"{prefix}{f.name.rstrip('_')}"  # the field `from_` is the key `from`
         inner = without_none(kind)
@@ -100,10 +97,7 @@ def first_sentence(text: str) -> str:
 
 
 def settings_table(cls: Any, prefix: str = "") -> str:
-    """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings.
-
-    ``prefix`` is put before every key.
-    """
+    """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings."""
     tables: list[str] = []
     for section, group in _sections(describe(cls, prefix)).items():
         rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []

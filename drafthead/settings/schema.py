@@ -112,9 +112,8 @@ def require(holds: bool, key: str, limit: str, value: Any) -> None:
 def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
     """Convert ``values`` from YAML or JSON to an instance of the settings class ``cls``.
 
-    Raises:
-        UserError: a value is wrong. The message is like "phases.distill.optim.lr must be above 0 and below 1, got 7".
-            If ``values`` are only a part of a run's settings, ``prefix`` is put before the key.
+    A wrong value is a ``UserError`` like "phases.distill.optim.lr must be above 0 and below 1, got 7". ``prefix`` is
+    put before the key.
     """
     try:
         return TypeAdapter(cls).validate_python(dict(values))
@@ -123,10 +122,7 @@ def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
 
 
 def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
-    """Return one line about what pydantic found wrong in values for the settings class ``cls``.
-
-    It is about an unknown key if there is one, else about pydantic's first error. ``prefix`` is put before the key.
-    """
+    """Return one line about an unknown key, if there is one, else about pydantic's first error."""
     faults = error.errors()
     # A misspelt key is the cause when the key that it should be is missing too.
     fault = next((item for item in faults if item["type"] == "unexpected_keyword_argument"), faults[0])
@@ -142,25 +138,19 @@ def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
         return unknown_key(key, location, cls)
     if fault["type"].startswith("missing") and get_origin(kind) is not tuple:
         return f"{key} is missing; set it ({key}=...)"
-    limit = "a finite number" if fault["type"] == "finite_number" else limit_of(kind) or _type_name(kind)
+    limit = fault["msg"].removeprefix("Input should be ")
+    if get_origin(kind) is tuple:
+        limit = f"a list of {len(get_args(kind))} values"
+    elif fault["type"] != "finite_number":
+        limit = limit_of(kind) or limit
     return f"{key} must be {limit}{' or null' if is_optional(kind) else ''}, got {fault['input']!r}"
 
 
-def _type_name(kind: Any) -> str:
-    """Return the name of a field's type in words, such as "a whole number"."""
-    kind = _container(kind)
-    if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))} values"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_type_name, get_args(kind)))
-    return _TYPES.get(get_origin(kind) or kind, str(kind))
-
-
 def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Sequence[str] = ()) -> str:
-    """Return the message for an unknown key in values for the settings class ``cls``, with settings of similar names.
+    """Return the message for an unknown dotted ``key``, with settings of similar names.
 
-    ``key`` is the dotted key for the message, and ``location`` lists the keys that lead from ``cls`` to it, its own
-    name last. ``siblings`` are the valid keys in its place if its parent is not a settings class: names of phases.
+    ``location`` lists the keys that lead from ``cls`` to it, its own name last. ``siblings`` are the valid keys in its
+    place if its parent is not a settings class: names of phases.
     """
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
@@ -171,11 +161,6 @@ def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Seq
     elif key.startswith("head."):
         advice = "a field of the head's class must also be in its recipes/head/*.yaml"
     return f"{key} is not a setting; {advice}"
-
-
-_TYPES: dict[Any, str] = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"
-}  # fmt: skip
 
 
 def limit_of(kind: Any) -> str:
@@ -237,7 +222,7 @@ def default_of(f: dataclasses.Field[Any]) -> Any:
 def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], Any]:
     """Return the keys in ``location`` that users can type, and the type of the value to which they lead in ``cls``.
 
-    ``location`` is the ``loc`` of a pydantic error. It also contains members of unions and tuples, which are left out.
+    The ``loc`` of a pydantic error also contains members of unions and tuples.
     """
     typed: list[int | str] = []
     kind = cls
@@ -256,8 +241,7 @@ def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], An
 def takes_text(cls: Any, key: str, value: str) -> bool:
     """Return True if ``value`` is the text of the setting ``key`` as it is; False if it has the syntax of YAML.
 
-    A path may hold any character, so that only null and a value in quotes are YAML for a text. Where a list is
-    expected, any other value is its only item.
+    A path may hold any character. Where a list is expected, a text is its only item.
     """
     kind, ends = _container(locate(cls, key.split("."))[1]), value[:1] + value[-1:]
     if value in ("", "null") or ends in ("''", '""'):

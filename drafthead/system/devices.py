@@ -50,7 +50,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def reads_freely(device: torch.device) -> bool:
+def is_host(device: torch.device) -> bool:
     """Return True if the host can read a tensor of ``device`` without waiting.
 
     On other devices drafting never stops early and keeps unused tree nodes as padding, because waiting for the values

@@ -40,11 +40,7 @@ class EngineProcess:
             raise EngineError(f"{name} cannot be started with {python} ({error.strerror})") from None
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until ``ready()`` is true.
-
-        Raises:
-            EngineError: the process ends, or is not ready after ``timeout_s`` seconds.
-        """
+        """Wait until ``ready()`` is true; raise an ``EngineError`` if the process ends or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             self.check()

@@ -36,8 +36,7 @@ def vllm(port: str, arguments: list[str]) -> None:
 def llamacpp(settings: dict[str, Any]) -> None:
     """Run llama.cpp's server from the package xllamacpp.
 
-    ``settings`` has "port", "base" (a GGUF file), "context" (in tokens), "threads", "drafts" (the most per step), and
-    "f32_cache" (true: keys and values are float32, not float16). To draft, it also has "head" (a GGUF file) and
+    "f32_cache" of ``settings`` keeps keys and values in float32. To draft, it also has "head" (a GGUF file) and
     "method", llama.cpp's name of the head's type.
     """
     import xllamacpp as engine

@@ -36,7 +36,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from drafthead.eval.engines.servers import EngineServer
+    from drafthead.eval.engines.clients import EngineServer
 
 READS = {
     "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),
@@ -76,10 +76,7 @@ class ServedEngines:
 
 @contextmanager
 def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
-    """Export the head below ``folder`` and start the engines of ``config``; stop them when the context ends.
-
-    ``log`` is called with a line per engine that is ready.
-    """
+    """Export the head below ``folder`` and start the engines of ``config``; stop them when the context ends."""
     served = ServedEngines()
     if not config.engines:
         yield served
@@ -119,11 +116,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
 
 
 def format_for(engine: str, head: DraftHead) -> Format:
-    """Return the first format that ``engine`` loads and that can hold ``head``.
-
-    Raises:
-        UserError: no format can; the message lists the reasons.
-    """
+    """Return the first format that ``engine`` loads and that can hold ``head``; reject the head with the reasons."""
     read = (all_formats()[name] for name in READS[engine])
     fitting = [target for target in read if isinstance(head.config, target.head_config)]
     if not fitting:
@@ -176,8 +169,7 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
         )
     if "sglang" in formats and not settings.sglang.url:
         raise UserError(
-            "SGLang is not started by this command: start it with the exported head and give its address as "
-            "engine.sglang.url=http://..."
+            "start SGLang with the exported head yourself, and give its address as engine.sglang.url=http://..."
         )
     if "vllm" in formats and not settings.vllm.url:
         vllm_python(settings.vllm)
@@ -194,8 +186,7 @@ def vllm_python(config: EngineConfig) -> str:
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
-            f"vLLM is not installed: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
-            "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url=URL"
+            f"vLLM is not installed: there is no {python}; run `drafthead engines install=vllm` ({VLLM_SIZE})"
         )
     return python
 
@@ -206,8 +197,7 @@ def check_drafts(head: DraftHead, drafts: int) -> None:
         raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
     if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
         raise UserError(
-            f"engine.drafts={drafts}, but the draft positions of this head attend to each other, so a shorter block "
-            f"would draft other tokens; leave engine.drafts at {head.depth}"
+            f"engine.drafts={drafts}, but this head's draft positions attend to each other; leave it at {head.depth}"
         )
 
 
@@ -233,12 +223,8 @@ class EngineStart:
         self.dtype = "" if self.own.url else started  # a running server does not tell it
 
     def server(self, plain: bool) -> "EngineServer | None":
-        """Start the engine, or check that a server answers at its address; return its client.
-
-        ``plain`` asks for a server without the head. Return None if an address is set only for the other server, the
-        one with the head.
-        """
-        from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
+        """Start the engine, or check the server at its address. None: only the other server has an address."""
+        from drafthead.eval.engines.clients import SERVERS  # loads the openai client, which takes half a second
 
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
         drafts = 0 if plain else self.drafts

@@ -84,10 +84,9 @@ class _Choices(TorchFunctionMode):
         return self._below(numbers, limits) ^ asks_above
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
-        """Choose for each number whether it is below its limit; return the choices.
+        """Choose for each number whether it is below its limit.
 
-        ``numbers`` are random and stand for intervals: each is uniform in [``numbers.low``, ``numbers.high``). A choice
-        narrows its interval to the part below or above the limit.
+        A number is uniform in [``numbers.low``, ``numbers.high``); a choice narrows this interval.
         """
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (numbers.low + limits).shape

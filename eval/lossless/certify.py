@@ -42,7 +42,7 @@ class Row:
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """Return the total variation between a token's distribution under ``rule`` and the target's distribution.
+    """Return the mean total variation between ``rule`` and the target over 64 fixed random pairs of target and drafter.
 
     It is the mean over 64 fixed pairs of random target and near drafter over 8 tokens, with a chain of one draft. It
     compares lossy rules with each other. It does not predict the effect on a real model's answers.

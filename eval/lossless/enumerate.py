@@ -156,7 +156,7 @@ def committed(
 
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Return the total variation between the committed tokens' distribution and the target's.
+    """Return the total variation between the committed tokens' distribution and the target's, ``probs`` [prefixes, V].
 
     ``probs`` [prefixes, V] are the target's. Only the first ``length`` tokens are compared; None: depth + 1.
     """

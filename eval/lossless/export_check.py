@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
     forced_logits,
@@ -105,7 +105,7 @@ def check_export(
     base: BaseModel,
     original: DraftHead,
     reloaded: DraftHead,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     dtype: torch.dtype,
     estimate: float | None = None,
     estimate_tolerance: float = 0.5,
@@ -125,7 +125,7 @@ def training_estimate(head: str | Path) -> float | None:
 
 
 @torch.inference_mode()
-def _quality(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], tree: TokenTree) -> DraftQuality:
+def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Answer], tree: TokenTree) -> DraftQuality:
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
     steps = islice(positions(head, [text], [read_hidden_states(base, head, text)], base.device), POSITIONS)

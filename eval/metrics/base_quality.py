@@ -77,10 +77,7 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
 
 
 def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
-    """Return sums over n tokens, [5] float64: their number, both negative log-likelihoods, greedy matches, KL.
-
-    The arguments are the logits of both bases, and the token ids to predict.
-    """
+    """Return sums over n tokens, [5] float64: their number, both negative log-likelihoods, greedy matches, KL."""
     before, after = original_nV.float().log_softmax(-1), tuned_nV.float().log_softmax(-1)
     nll = [-wide(dist.gather(1, targets_n[:, None])).sum() for dist in (before, after)]
     matches = wide(before.argmax(-1) == after.argmax(-1)).sum()
@@ -89,11 +86,7 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
 
 
 def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
-    """Check a tuned base against ``limits``; return the contents of ``quality.json``.
-
-    ``comparisons`` are by kind of held-out tokens, such as "text". The result has "passed", "failures" (lines that name
-    the exceeded limits), "limits", and "held_out" (the comparisons).
-    """
+    """Check comparisons by kind of held-out tokens, such as "text", against ``limits``; return ``quality.json``."""
     failures = []
     for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate

@@ -20,10 +20,7 @@ PROMPT_TAIL = 16
 
 
 def answer_spans(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Return the span of every answer token: ``thinking``, ``tool call`` or ``answer``. Tags belong to their span.
-
-    ``prompt`` and ``tokens`` are the token ids of the prompt and of the answer.
-    """
+    """Return the span of every answer token: ``thinking``, ``tool call`` or ``answer``. Tags belong to their span."""
     tail = prompt[-PROMPT_TAIL:]
     pieces = [tokenizer.decode([token]) for token in (*tail, *tokens)]
     starts, text = [*accumulate(map(len, pieces), initial=0)][:-1], "".join(pieces)

@@ -20,19 +20,15 @@ LONGEST_CHAIN = 64
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Return the expected tokens per step of a chain, (1 - alpha^(k+1)) / (1 - alpha), by Leviathan (2211.17192).
-
-    ``rate`` is alpha, the probability that a draft is accepted; ``drafts`` is k, the length of the chain.
-    """
+    """Return the expected tokens per step of a chain of k drafts, (1 - alpha^(k+1)) / (1 - alpha) (2211.17192)."""
     return drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
-    """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts.
+    """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts (2211.17192).
 
-    The formula assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``rate`` is alpha, the
-    probability that a draft is accepted. ``draft_cost`` is c, the time to draft one token divided by the time of an
-    autoregressive step. ``drafts`` is k, the paper's gamma.
+    It assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``draft_cost`` is c, the time to
+    draft one token divided by the time of an autoregressive step.
     """
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
@@ -45,9 +41,8 @@ def optimal_lookahead(rate: float, draft_cost: float) -> int:
 def step_terms(rows: Rows) -> dict[str, float]:
     """Return means over the steps of one method, in seconds (keys that end in "_s") or counts; NaN without a step.
 
-    "tokens" are those that a step commits (m). "drafts" are drafted nodes, without the root. "loop_s" is the time of a
-    step outside drafting and verification. "outside_s" is all time outside the steps, such as the prefill, divided by
-    the number of steps.
+    "drafts" are drafted nodes, without the root. "outside_s" is all time outside the steps, such as the prefill,
+    divided by the number of steps.
     """
     names = {
         "committed": "tokens",
@@ -69,7 +64,6 @@ def step_s(terms: dict[str, float]) -> float:
 def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
     """Return the terms and the speedup of Leviathan's formula for a run that drafted, to compare with the measurement.
 
-    ``rows`` are the run's, ``method`` are its ``step_terms``, and ``baseline`` those of autoregressive decoding.
     "alpha_is" says what "alpha" is: for trees, the acceptance at depth 1. "drafts" is the run's mean depth, rounded.
     "improves" is true if some chain is faster than autoregressive decoding (alpha > c).
     """
@@ -97,20 +91,15 @@ def speedup_breakdown(
     """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if either made no step.
 
     Args:
-        baseline: rows of autoregressive decoding.
-        method: rows of the method.
-        costs: step costs that were measured beforehand. Without them "predicted_from_costs", "best_chain" and
-            "best_tree" are None.
-        order: calibrated nodes with their acceptances, for the best tree and chain. Without it "best_tree" is None,
-            and the best chain comes from the run's conditional acceptances, if the run drafted chains.
+        costs: step costs that were measured beforehand, for "predicted_from_costs", "best_chain" and "best_tree".
+        order: calibrated nodes with their acceptances; without it the best chain comes from the run's acceptances.
 
     Returns:
         "autoregressive", "method": ``step_terms`` of both. "predicted": committed tokens per step, times the seconds of
         an autoregressive step, divided by the seconds of the method's step. "predicted_from_costs": the same formula
-        with ``costs``, at the run's mean tree size. "measured": tokens per second divided by the baseline's.
-        "waterfall": levels with "name", "speedup" and "change". "residual": the measured speedup minus the waterfall's
-        last level; it is not 0 if the methods' answers differ in length. "closed_form": the result of ``closed_form``;
-        None if nothing was drafted. "best_chain", "best_tree": the fastest of ``options``.
+        with ``costs``. "measured": tokens per second divided by the baseline's. "waterfall": see ``_waterfall``.
+        "residual": the measured speedup minus the waterfall's last level; not 0 if the answers differ in length.
+        "closed_form": of Leviathan, if anything was drafted. "best_chain", "best_tree": the fastest of ``options``.
     """
     before, after = step_terms(baseline), step_terms(method)
     if not (step_s(before) > 0 and step_s(after) > 0):
@@ -141,7 +130,6 @@ def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dic
     """Return the speedups predicted if more and more of the measured costs count, as levels of a figure.
 
     At the first level no cost counts: the speedup is the mean number of committed tokens per step. At the last all do.
-    Both arguments are ``step_terms``. A level has "name", "speedup", and its "change" from the level before.
     """
     m, one = method["tokens"], step_s(baseline)
     growth = method["verify_s"] - baseline["verify_s"]
@@ -164,9 +152,8 @@ def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dic
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[dict[str, Any]]:
     """Return the predicted performance of drafting the first 0, 1, 2, ... of an ordered list of nodes.
 
-    ``values``: probability that each node is accepted, in the order in which nodes are added; for a chain the running
-    products of its conditional acceptances. ``depths``: depth of each node. In the result, "nodes" counts the root, so
-    1 means autoregressive decoding; "tokens" is the mean accepted length.
+    ``values`` are the nodes' probabilities of being accepted. In the result, "nodes" counts the root, so 1 means
+    autoregressive decoding; "tokens" is the mean accepted length.
     """
     deepest = accumulate(depths, max, initial=0)
     return [
@@ -186,10 +173,7 @@ def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel
 
 
 def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:
-    """Return P(draft k is accepted) for k = 1, 2, ... of a chain, from calibrated nodes or else from a run's ``rows``.
-
-    The result is empty if only ``rows`` are given and the run drafted trees.
-    """
+    """Return P(draft k is accepted) for k = 1, 2, ... of a chain, from calibrated nodes or else a run of chains."""
     if order is not None:
         return [value for path, value in zip(order.paths, order.values, strict=True) if not any(path)]
     if alpha(rows) is None:

@@ -53,13 +53,8 @@ def step_table(
 ) -> Rows:
     """Return the table of steps of all methods: per answer a row 0 for the prefill, then a row per decoding step.
 
-    Every list has one item per answer.
-
     Args:
-        results: the answers of each method.
-        prompts: the prompt of every answer; without it the answers are numbered.
-        turns: the turn of every answer in its conversation; without it 0.
-        ids: token ids of the prompts, to fill ``context``.
+        prompts, turns, ids: prompt, turn and prompt ids of every answer; without prompts the answers are numbered.
         retokenised: counts an answer's tokens after decoding and tokenising it again, for ``text_tokens``.
         spans: returns the span of each answer token, given the ids of prompt and answer, for ``span``.
     """

@@ -40,19 +40,14 @@ def summarise(
     Args:
         timed: results of at least one of ``AUTOREGRESSIVE`` and one method.
         equalities: per method, the comparison of every turn's answer; some methods may be missing.
-        retokenised: function that counts tokens for the Spec-Bench-compatible numbers.
-        dtype: the target's dtype, for "equality".
-        costs: step costs, to find the fastest draft size on this machine.
-        order: calibrated nodes, to find the fastest tree.
+        costs, order: step costs and calibrated nodes, to find the fastest draft size on this machine.
         columns: more arguments of ``step_table``, such as ``spans``.
 
     Returns:
         "tasks" and "overall": the headline method's numbers, and each method's under "methods".
-        "failed": prompts left out of both, with the reason. "headline": name of the headline method.
-        "metrics": every metric per method.
+        "failed": prompts left out of both, with the reason. "metrics": every metric per method.
         "by_position", "by_context", "by_entropy", "by_span": the headline's acceptance in bins.
-        "speedup_breakdown": the headline's speedup over each baseline, term by term.
-        "equality": the headline's ``equality_rate``.
+        "speedup_breakdown": the headline's speedup over each baseline. "equality": the headline's ``equality_rate``.
     """
     table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     runs = {name: table[table.method == name] for name in timed.results}

@@ -40,10 +40,7 @@ BarRow = tuple[str, float, float | None, float | None]
 
 
 def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
-    """Yield (file name without suffix, figure) for everything that was measured.
-
-    ``evaluation`` is the contents of ``eval.json``, and ``training_log`` the rows of ``metrics.jsonl``.
-    """
+    """Yield (file name without suffix, figure) for everything that was measured."""
     overall = evaluation["overall"]
     groups = [*evaluation["tasks"].items(), ("overall", overall)]
     if tasks := _with_speedup((name, speedup_of(group), group) for name, group in groups):
@@ -109,10 +106,7 @@ def speedup(rows: Sequence[BarRow]) -> Figure:
 
 @styled
 def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
-    """Draw a bar with its interval for every row, the last one in full colour, and a line at 1.
-
-    ``label`` names the values' axis.
-    """
+    """Draw a bar with its interval for every row, the last one in full colour, and a line at 1."""
     names, values, _, _ = zip(*rows, strict=True)
     names, positions = tuple(map(short_name, names)), range(len(rows))
     beside = max(map(len, names)) <= LONGEST_LABEL
@@ -137,10 +131,7 @@ def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
 
 @styled
 def waterfall(explained: dict[str, Any]) -> Figure:
-    """Draw how each cost reduces the speedup, from the mean accepted length (top) to the measured speedup (bottom).
-
-    ``explained`` is the result of ``speedup_breakdown``.
-    """
+    """Draw how each cost reduces the speedup, from the mean accepted length (top) to the measured speedup (bottom)."""
     levels = explained["waterfall"]
     rows = [(level["name"], level["speedup"] - level["change"], level["speedup"]) for level in levels]
     rows[0] = (levels[0]["name"], 0.0, levels[0]["speedup"])
@@ -168,9 +159,8 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, per_step: float | None = None) -> Figure:
     """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1).
 
-    ``verify`` has the seconds by n. The mean accepted length is a horizontal line. The size of the draft tree,
-    ``nodes``, is marked on the curve, and so is ``per_step``, the mean size of the trees that were verified. The trees
-    of a step are larger if another drafter adds nodes, and smaller if drafting stops early.
+    ``nodes``, the size of the draft tree, is marked on the curve, and so is ``per_step``, the mean size of the verified
+    trees, which other drafters enlarge and early stops reduce.
     """
     sizes, seconds = np.array(sorted((int(n), s) for n, s in verify.items())).T  # JSON has turned n into a string
     relative = seconds / seconds[0]
@@ -201,9 +191,7 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, p
 def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Figure:
     """Draw P(draft i accepted | draft i-1 accepted) as bars, and the share of steps that accepted draft i as a line.
 
-    ``per_depth`` has the probabilities for i = 1, 2, ... (None: never reached), and ``of_all`` the shares of all steps
-    that drafted. A share is not the product of the probabilities up to i, because these leave out steps that drafted
-    fewer than i tokens.
+    A share is not the product of the probabilities up to i, because these leave out steps that drafted fewer tokens.
     """
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
@@ -223,8 +211,7 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     """Draw a metric for each draft position over the optimiser steps of all phases; None if no row has the metric.
 
-    Rows of metrics.jsonl have "phase", "total_step" and, if measured, the prefix ("loss_" or "accept_") followed by
-    1, 2, ... Values with "held_out_" before the prefix become dots.
+    ``prefix`` is "loss_" or "accept_". Values with "held_out_" before the prefix become dots.
     """
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     positions = sorted(int(key.removeprefix(prefix)) for key in keys if key.removeprefix(prefix).isdigit())
@@ -263,11 +250,8 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None, drafters: Sequence[tuple[str, int]] = ()) -> Figure:
     """Draw the token tree, root at the left. A node's number is its rank (from 1) among its drafter's candidates.
 
-    Args:
-        tree: the tree; of several drafters, their ``union``.
-        labels: texts in the nodes instead of the ranks.
-        drafters: each drafter's name and number of children of the root, in the order of the union. Colours tell the
-            drafters apart; without ``drafters``, colours show the depth.
+    ``labels`` replace the ranks. ``drafters`` are names and numbers of children of the root, in the order of the
+    ``union`` of their trees; colours tell them apart.
     """
     inner = set(tree.parents)
     leaves = [node for node in sorted(range(len(tree)), key=lambda node: tree.paths[node]) if node not in inner]
@@ -334,10 +318,7 @@ def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 
 def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw vertical lines between training phases, and their names.
-
-    The first phase may be narrow, so its name ends at the phase's end.
-    """
+    """Draw vertical lines between training phases, and their names; the first name ends at its phase's end."""
     ends = [rows[-1]["total_step"] for rows in phases.values()]
     for end in ends[:-1]:
         axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from drafthead.eval.metrics.served import engine_lines
+from drafthead.eval.metrics.engine_comparison import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report import tables
 from drafthead.eval.report.plots import draw_figures, save_png
@@ -25,14 +25,7 @@ def write_report(
     training_log: Sequence[dict[str, Any]] = (),
     training_data: str | None = None,
 ) -> None:
-    """Write ``folder/report.html`` and its plots as ``folder/plots/*.png``.
-
-    Args:
-        folder: the run folder, whose name is the page's heading.
-        evaluation: the contents of ``eval.json``.
-        training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
-        training_data: a line about the data that the head was trained on.
-    """
+    """Write ``folder/report.html`` and its plots. ``training_log`` has the rows of ``metrics.jsonl``."""
     figures = []
     for name, figure in draw_figures(evaluation, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")
@@ -78,10 +71,7 @@ def write_report(
 
 
 def speeds_line(overall: dict[str, Any]) -> str:
-    """Return a line with the speed with drafts and the speeds of all decoders without drafts, fastest first.
-
-    ``overall`` is the key "overall" of ``eval.json``.
-    """
+    """Return a line with the speed with drafts and the speeds of all decoders without drafts, fastest first."""
     speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
     shown = [(tables.BASELINE_NAMES[name], tables.number(speed, "{:.1f}")) for name, speed in speeds]
     others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])
@@ -100,10 +90,7 @@ def machine_line(overall: dict[str, Any]) -> str:
 
 
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line for every answer that differs from autoregressive decoding, and every failed prompt; ties last.
-
-    ``evaluation`` is the contents of ``eval.json``.
-    """
+    """Return a line for every answer that differs from autoregressive decoding, and every failed prompt; ties last."""
     methods = evaluation["overall"]["methods"]
     is_sampled = evaluation["sampler"]["temperature"] > 0
     margin = "the random number within {:.1e} of both" if is_sampled else "logits {:.1e} apart"

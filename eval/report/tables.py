@@ -14,7 +14,7 @@ from rich.table import Table
 from drafthead.errors import visible
 from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN
-from drafthead.eval.metrics.served import engine_lines, prompts_line
+from drafthead.eval.metrics.engine_comparison import engine_lines, prompts_line
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 from drafthead.system.machine import BUSY_CORES, other_processes_line
 
@@ -186,10 +186,7 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality.
-
-    ``training_log`` are the rows of ``metrics.jsonl``, for the head's accuracies in training.
-    """
+    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality."""
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -271,10 +268,7 @@ def number(value: float | None, pattern: str = "{:.2f}") -> str:
 
 
 def identical(numbers: dict[str, Any]) -> str:
-    """Return how many answers equal those of autoregressive decoding ("79 of 80"); a dash if they were not compared.
-
-    ``numbers`` are those of a task or a method, or "overall" of ``eval.json``.
-    """
+    """Return how many answers equal those of autoregressive decoding ("79 of 80"); a dash if not compared."""
     outputs = numbers.get("identical_outputs")
     return f"{outputs['same']} of {outputs['of']}" if outputs else "–"
 

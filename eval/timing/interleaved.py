@@ -12,10 +12,14 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.system.machine import OtherProcesses, cores_used
 
-Decoder = Callable[[list[int]], DecodeResult]
-"""Decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
+Decoder = Callable[[list[list[int]]], list[DecodeResult]]
+"""Decodes an answer to each list of prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
 """Returns the prompt ids of the next turn, from a prompt and its earlier answers."""
+
+
+BATCHES_PER_BLOCK = 4
+"""Batches per block of prompts. Larger blocks keep the batch full for longer; smaller blocks interleave more often."""
 
 
 @dataclass(frozen=True)
@@ -40,44 +44,51 @@ def run_interleaved(
     log: Path | None,
     seed: int,
     on_progress: Callable[[int, int], None],
-    made_of: Mapping[str, str] | None = None,
+    composition: Mapping[str, str] | None = None,
+    batch_size: int = 1,
 ) -> TimedResults:
     """Decode each conversation turn with all decoders before the next, so that drifting speed affects all equally.
 
     Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
     turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
-    read the same context.
+    read the same context. With a ``batch_size`` above 1, decoders take turns over blocks of ``BATCHES_PER_BLOCK``
+    batches of prompts.
 
-    Every finished (turn, decoder) is appended to the JSONL file ``log``. A turn is skipped if the log has results of
+    Every finished (turn, decoder) is appended to the JSONL file ``log``. A block is skipped if the log has results of
     all decoders; otherwise all decode it again, so that compared times come from one process. The log does not record
-    settings, so use one file per head, tree and settings; ``made_of`` is as in ``ResultLog``.
+    settings, so use one file per head, tree and settings; ``composition`` is as in ``ResultLog``.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     count = sum(prompt.turns for prompt in prompts)
-    run = _Run(decoders, ResultLog(log, made_of), lambda done: on_progress(done, len(decoders) * count))
+    total = len(decoders) * count
+    run = _Run(decoders, ResultLog(log, composition), lambda done: on_progress(done, total), batch_size)
     orders = iter(_orders(list(decoders), count, seed))
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
-    for index in order:
-        answers: list[list[int]] = []
-        error = ""  # why an earlier turn could not be answered
-        for turn in range(prompts[index].turns):
-            names = next(orders)
-            try:
-                if error:
-                    raise UserError(f"not decoded, because an earlier turn of this conversation failed: {error}")
-                ids = build(prompts[index], answers)
-            except UserError as problem:
-                ids, row = [], dict.fromkeys(decoders, failed(problem))
-                run.count(len(names))
-            else:
-                row = run.answer_turn(prompts[index], turn, ids, names)
-            answered[index, turn] = ids, row
-            first = row["autoregressive"]
-            answers.append(first.tokens)
-            if isinstance(first, FailedDecode):
-                error = error or first.error
+    size = batch_size * BATCHES_PER_BLOCK if batch_size > 1 else 1
+    for block in (order[start : start + size] for start in range(0, len(order), size)):
+        answers: dict[int, list[list[int]]] = {index: [] for index in block}
+        errors: dict[int, str] = {}  # why an earlier turn could not be answered
+        for turn in range(max(prompts[index].turns for index in block)):
+            names, ids = next(orders), dict[int, list[int]]()
+            for index in (index for index in block if turn < prompts[index].turns):
+                try:
+                    if index in errors:
+                        reason = f"not decoded, because an earlier turn of this conversation failed: {errors[index]}"
+                        raise UserError(reason)
+                    ids[index] = build(prompts[index], answers[index])
+                except UserError as problem:
+                    answered[index, turn] = [], dict.fromkeys(decoders, failed(problem))
+                    errors.setdefault(index, str(problem))
+                    run.count(len(names))
+            rows = run.answer_turn([prompts[index] for index in ids], turn, list(ids.values()), names) if ids else []
+            for index, row in zip(ids, rows, strict=True):
+                answered[index, turn] = ids[index], row
+                first = row["autoregressive"]
+                answers[index].append(first.tokens)
+                if isinstance(first, FailedDecode):
+                    errors[index] = first.error
     keys = sorted(answered)
     results = {name: [answered[key][1][name] for key in keys] for name in decoders}
     others = [seconds for seconds in run.other_cpu_s if seconds is not None]
@@ -95,27 +106,38 @@ def run_interleaved(
 
 
 class _Run:
-    def __init__(self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None]) -> None:
-        self.decoders, self.log, self._progress = decoders, log, progress
+    def __init__(
+        self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None], batch_size: int
+    ) -> None:
+        self.decoders, self.log, self._progress, self._batch_size = decoders, log, progress, batch_size
         self.cold = set(decoders)  # decoders that have not been warmed up
         self.done = self.resumed = 0
         self.other_cpu_s: list[float | None] = []
 
-    def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
-        """Return each decoder's answer, decoded in the order of ``names`` or logged; one failure fails all."""
-        key = prompt_key(prompt, ids, turn)
-        if all((key, name) in self.log for name in names):
-            self.resumed += 1
-            self.count(len(names))
+    def answer_turn(
+        self, prompts: list[EvalPrompt], turn: int, ids: list[list[int]], names: list[str]
+    ) -> list[dict[str, DecodeResult]]:
+        """Return each decoder's answers, decoded in the order of ``names`` or logged; one failure fails all."""
+        keys = [prompt_key(prompt, prompt_ids, turn) for prompt, prompt_ids in zip(prompts, ids, strict=True)]
+        if all((key, name) in self.log for key in keys for name in names):
+            self.resumed += len(keys)
+            self.count(len(names) * len(keys))
         else:
             for name in names:
-                if name in self.cold and not isinstance(_decode(self.decoders[name], ids), FailedDecode):
-                    self.cold.discard(name)
+                if name in self.cold:
+                    first, *_ = _decode(self.decoders[name], ids[: self._batch_size])
+                    if not isinstance(first, FailedDecode):
+                        self.cold.discard(name)
             for name in names:
                 with OtherProcesses() as others:
-                    result = _decode(self.decoders[name], ids)
-                self.log.add(key, name, prompt, result, turn, others.cpu_s)
-                self.count(1)
+                    results = _decode(self.decoders[name], ids)
+                cpu_s = None if others.cpu_s is None else others.cpu_s / len(keys)
+                for key, prompt, result in zip(keys, prompts, results, strict=True):
+                    self.log.add(key, name, prompt, result, turn, cpu_s)
+                self.count(len(keys))
+        return [self._row(key, names) for key in keys]
+
+    def _row(self, key: str, names: list[str]) -> dict[str, DecodeResult]:
         row = {name: self.log[key, name] for name in self.decoders}
         if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
             return dict.fromkeys(row, fault)
@@ -128,10 +150,7 @@ class _Run:
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
-    """Return ``count`` random orders of ``names``, in which each name is in each position equally often.
-
-    The orders are all rotations of a shuffle, then all rotations of another shuffle, and so on.
-    """
+    """Return random orders in which each name is in each position equally often: rotations of shuffles."""
     rng = random.Random(seed)
     orders: list[list[str]] = []
     while len(orders) < count:
@@ -140,11 +159,16 @@ def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
     return orders[:count]
 
 
-def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
+def one_by_one(answer: Callable[[list[int]], DecodeResult]) -> Decoder:
+    """Return a decoder that answers its prompts in turn."""
+    return lambda prompts: [answer(ids) for ids in prompts]
+
+
+def _decode(decoder: Decoder, ids: list[list[int]]) -> list[DecodeResult]:
     try:
         return decoder(ids)
     except UserError as error:
-        return failed(error)
+        return [failed(error)] * len(ids)
 
 
 def failed(error: object) -> DecodeResult:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.engines.served import ServedEngines
-from drafthead.eval.timing.interleaved import Decoder
+from drafthead.eval.timing.interleaved import Decoder, one_by_one
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.calibrate import measured_with
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import EXACT, decode
+from drafthead.models.decoding.loop import EXACT, decode_batch
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.expression import parse_drafter
@@ -41,7 +41,7 @@ class Method(NamedTuple):
     """A decoder to time."""
 
     answer: Decoder
-    made_of: str = ""  # hash of everything that can change although the name does not, such as weights
+    composition: str = ""  # hash of everything that can change although the name does not, such as weights
 
 
 def methods(
@@ -55,12 +55,15 @@ def methods(
     """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
     ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule; baselines always have the rule ``exact``.
+    rule; baselines always have the rule ``exact``. Transformers answers single prompts, so it is left out of batches.
     """
     exact = replace(config, rule=EXACT)
-    compared = {
-        **({"transformers_stock": _generated(base, config, model=base.stock())} if config.stock_baseline else {}),
-        "transformers": _generated(base, config),
+    compared = {}
+    if config.batch_size == 1:
+        if config.stock_baseline:
+            compared["transformers_stock"] = _generated(base, config, model=base.stock())
+        compared["transformers"] = _generated(base, config)
+    compared |= {
         "autoregressive": _decoded(base, None, None, exact),
         "speculative": _decoded(base, drafter, draft_config, config),
     }
@@ -70,7 +73,7 @@ def methods(
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
     """Return each engine with the head and without it, and our decoder drafting a chain with the served head."""
-    engines = {name: Method(*method) for name, method in served.methods.items()}
+    engines = {name: Method(one_by_one(answer), version) for name, (answer, version) in served.methods.items()}
     if served.head is not None and served.chain != METHOD:
         engines[served.chain] = _decoded(base, served.head, served.chain_config, replace(config, rule=EXACT))
     return engines
@@ -85,25 +88,41 @@ def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
 def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, config: EvalConfig) -> Method:
     """Return our decoding loop as a method; it is autoregressive if ``drafter`` is None."""
 
-    def answer(ids: list[int]) -> DecodeResult:
-        return decode(
+    def answer(prompts: list[list[int]]) -> list[DecodeResult]:
+        results = decode_batch(
             base,
             drafter,
-            ids,
+            prompts,
             max_new_tokens=config.max_new_tokens,
             draft_config=draft_config,
             sampler=config.sampler,
             rule=config.rule,
-            seed=prompt_seed(config, ids),
+            seeds=[prompt_seed(config, ids) for ids in prompts],
             timed=True,
+            batch_size=config.batch_size,
         )
+        return results if config.batch_size == 1 else [shared_times(result) for result in results]
 
     return Method(answer, "" if drafter is None else measured_with(base, drafter.identity(), draft_config)[:8])
 
 
+def shared_times(result: DecodeResult) -> DecodeResult:
+    """Return ``result`` with its share of the batch's time: that of each step and prefill, divided by its answers.
+
+    Times of answers that were decoded together then add up to the time of all, apart from the loop around the steps.
+    Tokens per second are the throughput of the whole batch.
+    """
+    names = ("draft_s", "verify_s", "total_s")
+    steps = [replace(step, **{name: getattr(step, name) / step.rows for name in names}) for step in result.steps]
+    prefill_s = result.prefill_s / result.prefill_rows
+    return replace(result, steps=steps, prefill_s=prefill_s, total_s=prefill_s + sum(step.total_s for step in steps))
+
+
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
     new, sampler = config.max_new_tokens, config.sampler
-    return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
+    return Method(
+        one_by_one(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
+    )
 
 
 def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> Method:
@@ -114,4 +133,4 @@ def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> 
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))
     assistant = BaseModel.load(BaseConfig(name=detail), base.device)
     ModelDrafter(assistant, base)  # refuses another vocabulary
-    return _generated(base, config, assistant_model=assistant.model)._replace(made_of=assistant.fingerprint)
+    return _generated(base, config, assistant_model=assistant.model)._replace(composition=assistant.fingerprint)

@@ -31,17 +31,18 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 class ResultLog:
     """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts.
 
-    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its text in ``made_of``
+    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its text in ``composition``
     (such as a hash of weights) or the file.
     """
 
-    def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path | None, composition: Mapping[str, str] | None = None) -> None:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
-        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again. ``made_of``
-        maps a decoder's name to a text that identifies its version; results with another text are not read.
+        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
+        ``composition`` maps a decoder's name to a text that identifies its version; results with another text are not
+        read.
         """
-        self._path, self._made_of = path, made_of or {}
+        self._path, self._composition = path, composition or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
         self.other_cpu_s: dict[tuple[str, str], float | None] = {}  # of other processes during each decoding
         if path is not None and path.exists():
@@ -62,7 +63,7 @@ class ResultLog:
                 row = json.loads(line)
                 if row.pop("sha256") != digest(row):
                     raise ValueError("its checksum does not match")
-                if row.get("made_of") != self._made_of.get(row["decoder"]):
+                if row.get("made_of") != self._composition.get(row["decoder"]):
                     # An earlier line of this decoder is stale too: the others were timed again in a later process.
                     self._results.pop((row["key"], row["decoder"]), None)
                 elif "error" not in row:
@@ -89,8 +90,8 @@ class ResultLog:
             return
         row: dict[str, Any] = {"key": key, "task": prompt.task, "prompt": prompt.number, "turn": turn}
         row["decoder"] = decoder
-        if decoder in self._made_of:
-            row["made_of"] = self._made_of[decoder]
+        if decoder in self._composition:
+            row["made_of"] = self._composition[decoder]
         if isinstance(result, FailedDecode):
             row["error"] = result.error
         else:

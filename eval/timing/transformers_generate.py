@@ -41,9 +41,8 @@ def transformers_generate(
 ) -> DecodeResult:
     """Answer the prompt ``ids`` by transformers' ``generate``, over ``model`` (None: the base's own modules).
 
-    Arguments in ``speculation`` make it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the
-    accepted tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates.
-    Tokens that the first pass accepts together with the prompt count as prefill.
+    ``speculation`` has arguments such as ``prompt_lookup_num_tokens=10``. Only accepted tokens are known, so steps have
+    depth 0 and no acceptance rates. Tokens that the first pass accepts with the prompt count as prefill.
     """
     inputs, clock, sampler = torch.tensor([ids], device=base.device), _StepClock(), sampler or Sampler()
     model = base.model if model is None else model

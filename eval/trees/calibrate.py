@@ -60,19 +60,13 @@ class Calibration:
 
 
 def measured_with(base: BaseModel, *measured: object) -> str:
-    """Return a hash of ``measured`` (by ``repr``), the base, its kernels, this machine and the versions of libraries.
-
-    A saved measurement is used again only if its hash is equal.
-    """
+    """Return a hash of everything that a saved measurement depends on: it is used again only if the hash is equal."""
     machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
     return hashlib.sha256(repr((*measured, base.identity(), str(base.dtype), *machine)).encode()).hexdigest()
 
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
-    """Write costs and calibration to a JSON file, with a hash of the head, base and machine that they belong to.
-
-    They are kept because a new measurement gives other times and perhaps another tree.
-    """
+    """Write costs and calibration with a hash of their head and machine: a new measurement could give another tree."""
     content = {
         "measured_with": measured_with(head.base_model, VERSION, head.identity()),
         "costs": costs.to_json(),
@@ -97,15 +91,11 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:
     """Return the tree with the highest expected speedup among the best trees of every size and depth.
 
-    ``costs`` gives the seconds of a step: verification by the number of nodes, drafting by the depth, and overhead. The
-    number of tokens that a step commits is simulated exactly on the held-out answers. ``answers`` are the ranks [T, K]
-    of the true tokens among the head's candidates. Without answers a ``UserError`` is raised.
+    The number of tokens that a step commits is simulated exactly on the held-out answers, of which ``answers`` has the
+    ranks [T, K] of the true tokens among the head's candidates.
     """
     if not answers:
-        raise UserError(
-            "the held-out answers have one token each, too few to choose a tree by; raise "
-            "data.answers.sampler.max_new_tokens or data.answers.prompts"
-        )
+        raise UserError("the held-out answers have one token each; raise data.answers.sampler.max_new_tokens")
     probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
     depth = probs[0].shape[1]
     choices = []

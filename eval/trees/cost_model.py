@@ -55,10 +55,7 @@ class CostModel:
     """Cores that other processes used during the measurement; None: unknown."""
 
     def verify_at(self, nodes: float) -> float:
-        """Return the seconds of verifying ``nodes`` tokens, root included; ``nodes`` may be a mean.
-
-        They are linear between measured sizes, and proportional to ``nodes`` beyond the largest.
-        """
+        """Return the seconds of verifying ``nodes`` tokens: linear between sizes, proportional beyond the largest."""
         sizes = sorted(self.verify)
         seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
         return seconds * max(1.0, nodes / sizes[-1])
@@ -82,10 +79,7 @@ class CostModel:
         return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
 
     def speedup(self, tokens: float, nodes: float, depth: int) -> float:
-        """Return the speedup over autoregressive decoding if a step commits ``tokens`` on average, prefill excluded.
-
-        The step's tree has ``nodes`` (root included) and ``depth``.
-        """
+        """Return the speedup, without the prefill, if a step with this tree commits ``tokens`` on average."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
     def answer_speedup(
@@ -93,8 +87,7 @@ class CostModel:
     ) -> float:
         """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
 
-        A step commits ``tokens`` on average, with a tree of ``depth``. ``nodes`` maps each tree size to its share of
-        the steps, because verification time is not linear in the size.
+        ``nodes`` maps each tree size to its share of the steps, because verification time is not linear in the size.
         """
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
@@ -122,19 +115,17 @@ def measure_costs(
     prompts: Sequence[list[int]] = (),
     progress: Progress = lambda label, done, total: None,
 ) -> CostModel:
-    """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine.
+    """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine, in turn.
 
-    The parts are timed in turn. Isotonic regression averages out noise by which a smaller tree seems slower than a
-    larger one.
+    Isotonic regression averages out noise by which a smaller tree seems slower than a larger one.
 
     Args:
         context: number of random tokens in the cache; at most half of the base's positions are used.
         repeats: times that every part is timed; the median counts.
-        sizes: numbers of nodes to verify, root included; those above the context are left out and extrapolated.
+        sizes: numbers of nodes to verify, root included; those above the context are extrapolated.
         rows: batch size; all times are those of the whole batch.
-        prompts: token ids of prompts that are answered while a combined or nested drafter is timed, because its
-            drafting time depends on the text.
-        progress: called between rounds of passes and between answers, never while one is timed.
+        prompts: prompts to answer while a combined or nested drafter is timed: its drafting time depends on the text.
+        progress: called between rounds and answers, never while one is timed.
     """
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
@@ -191,11 +182,7 @@ def _probes(
     depths: Sequence[int],
     rows: int,
 ) -> Probes:
-    """Return one function per measurement: verify n nodes (each n of ``sizes``), draft a chain of each of ``depths``,
-    draft the tree ``whole``, and prefill.
-
-    All but the prefill run a batch of ``rows`` rows, each after the prompt ``ids`` [1, context].
-    """
+    """Return functions to time: verify n of ``sizes``, draft each of ``depths``, draft the tree ``whole``, prefill."""
     room = ids.shape[1] + max(sizes) + 1
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
     decoding = DecodeState.empty(base, drafter, decode_config, rows, room, max(sizes))

@@ -5,11 +5,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.answers.store import open_answers
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer, open_answers
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.readers import json_object, read_lines
@@ -32,16 +29,14 @@ def base_answers(
     tasks: Sequence[str] | None = None,
     split: str = "all",
     keep_hidden_states: bool = False,
-) -> list[FinishedAnswer]:
-    """Let the base answer ``limit`` prompts (None: all) of a suite; return its answers in order of prompt and turn.
+) -> list[Answer]:
+    """Let the base answer ``limit`` prompts of a suite; return its answers in order of prompt and turn.
 
-    ``split`` is the half of the suite: "dev", "test", or "all" for both. ``tasks`` None means all tasks. Later turns
-    follow the base's earlier answers. A conversation ends before a turn that is too long for the base's context. If
-    nothing can be answered, a ``UserError`` is raised.
+    Later turns follow the base's earlier answers. A conversation ends before a turn that is too long for the context.
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, tasks, split)
-    answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
+    answers_of: dict[int, list[Answer]] = {prompt.number: [] for prompt in prompts}
     for turn in range(max(prompt.turns for prompt in prompts)):
         asked = []
         for prompt in prompts:
@@ -54,19 +49,16 @@ def base_answers(
             break
         limits = {"batch_size": BATCH_SIZE, "max_prompt_tokens": max(len(ids) for _, ids in asked)}
         for answer in generate_answers(base, asked, sampler, **limits, keep_hidden_states=keep_hidden_states):
-            final = None if answer.hidden_states is None else torch.from_numpy(answer.hidden_states)
-            finished = FinishedAnswer(answer.input_ids.tolist(), answer.boundary, final)
-            answers_of[answer.prompt_number].append(finished)
+            answers_of[answer.prompt_number].append(answer)
     texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
         raise UserError(
-            f"no prompt of {suite} leaves {max_new_tokens} tokens free in a context of {base.max_context}; lower "
-            "max_new_tokens"
+            f"no prompt of {suite} leaves max_new_tokens={max_new_tokens} free in a context of {base.max_context}"
         )
     return texts
 
 
-def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
+def write_texts(path: Path, texts: Sequence[Answer]) -> None:
     """Write a JSONL file with a line {"ids": [...], "boundary": n} per answer; hidden states are not written."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
@@ -81,18 +73,16 @@ def check_writable(path: Path) -> None:
     make_folder(path.parent, "save")
 
 
-def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
+def read_texts(path: Path, limit: int | None = None) -> list[Answer]:
     """Read the first ``limit`` answers (None: all) from a file of ``write_texts`` or from the folder of a corpus."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
-        return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
+        return list(islice(answers, limit))
     texts = []
     for line, content in read_lines(path):
         try:
             row = json_object(content)
-            text = FinishedAnswer([int(i) for i in row["ids"]], int(row["boundary"]))
-            if not 1 <= text.boundary < len(text.ids):
-                raise ValueError
+            text = Answer.of([int(i) for i in row["ids"]], int(row["boundary"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
             raise UserError(f"{path} {line} is not an answer; it needs {expected}") from None

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
@@ -21,11 +22,7 @@ MAX_VALUES = 1 << 23
 
 
 def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """Return the base's next-token probabilities [positions, V] with the settings of ``sampler``.
-
-    ``hidden`` [positions, D] are the base's final hidden states. ``contexts`` are the token ids up to each, for
-    penalties.
-    """
+    """Return the base's next-token probabilities [positions, V]; ``contexts`` are the ids so far, for penalties."""
     logits = base.logits(hidden)
     if not sampler.reads_context:
         return sampler.probs(logits)
@@ -34,12 +31,12 @@ def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sam
 
 
 def surprisal_sums(
-    base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
+    base: BaseModel, texts: Sequence[Answer], base_hidden: list[HiddenStates], sampler: Sampler
 ) -> Tensor:
     """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
 
-    They are the number of tokens, the number of impossible tokens (probability 0), and over the possible tokens the sum
-    of surprisal minus entropy and the sum of the surprisal's variance.
+    They are the tokens, the impossible ones (probability 0), and over the possible ones surprisal minus entropy, and
+    the surprisal's variance.
     """
     size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
     for text, states in zip(texts, base_hidden, strict=True):
@@ -64,7 +61,7 @@ def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
     off, z = excess / max(1, tokens), abs(excess) / max(variance, 1e-12) ** 0.5
     if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
         raise UserError(
-            f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
-            f"tokens have probability 0, and the mean surprisal of the other tokens is {off:+.2f} nats from the "
-            "target's entropy. Simulate with the sampler that made the answers, or on answers that this sampler made"
+            f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} tokens have "
+            f"probability 0, and the mean surprisal of the others is {off:+.2f} nats from the target's entropy; "
+            "simulate with the sampler that made the answers"
         )

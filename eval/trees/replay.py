@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import simulate_texts
@@ -23,7 +23,7 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 
 
 def own_row(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
     """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
     draft_config = default_draft_config(head)
@@ -39,10 +39,9 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
+    """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
 
-    Acceptance is simulated with ``answers``, and speedup predicted with ``costs``. A tree is simulated on answers that
-    its search did not use.
+    A tree is simulated on answers that its search did not use.
     """
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}

@@ -55,10 +55,9 @@ def _started(answers: Sequence[AcceptProbs], tree: TokenTree) -> list[Floats]:
 def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS) -> TreeOrder:
     """Order ``size`` nodes (root excluded) by greedy search, so that the first m nodes are the best tree of m drafts.
 
-    Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies, as if draft positions were
-    independent. Here a node's value is how often its whole path was accepted, shrunk towards that product by
-    ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy search is optimal for this
-    value. In the first of ``rounds`` searches all positions have the same weight. In later ones a position's weight is
+    Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies. Here a node's value is how often
+    its whole path was accepted, shrunk towards that product by ``PRIOR_WEIGHT`` observations. A child is never likelier
+    than its parent, so greedy search is optimal for this value. After the first of ``rounds``, a position's weight is
     the probability that decoding with the tree found before starts a step there.
     """
     order = _greedy_order(answers, size, None)
@@ -102,8 +101,7 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
 def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
     """Return P(candidate s is accepted | some candidate was accepted at every depth above) by depth, [K, S].
 
-    At each depth, a position counts with its weight times the probability of that condition. ``weights`` has the
-    positions' weights [T] of each answer; None: all 1.
+    ``weights`` has the positions' weights [T] of each answer (default: all 1).
     """
     table = np.concatenate(answers)
     weight = np.ones(len(table)) if weights is None else np.concatenate(weights)
@@ -185,9 +183,8 @@ def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
 def best_trees(answers: Sequence[AcceptProbs], nodes: int, method: SearchMethod) -> dict[int, TokenTree]:
     """Return the best tree of each size from 2 to ``nodes`` (root included), by size; impossible sizes are missing.
 
-    ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate. In the first of
-    ``ROUNDS`` searches all positions have the same weight. In later ones a position's weight is the probability that
-    decoding with the largest tree found before starts a step there.
+    ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate, both in ``ROUNDS``
+    searches (see ``greedy_tree``).
     """
     if method == "greedy":
         order = greedy_tree(answers, nodes - 1)
@@ -202,10 +199,9 @@ def best_trees(answers: Sequence[AcceptProbs], nodes: int, method: SearchMethod)
 def cross_fitted(
     answers: Sequence[AcceptProbs], sizes: Sequence[int], method: SearchMethod = "greedy", seed: int = 0
 ) -> list[SimulatedAcceptance]:
-    """Simulate the best tree of each size (root included) on answers that were not used to search it.
+    """Simulate the best tree of each size on answers that were not used to search it: each half with the other's tree.
 
-    Each half of the answers is simulated with the tree of the other half; a single answer, with its own tree. If no
-    tree has a size, the next smaller size is used. ``seed`` seeds the bootstrap.
+    A single answer is simulated with its own tree. If no tree has a size, the next smaller size is used.
     """
     halves = [answers[0::2], answers[1::2] or answers]
     first, second = (best_trees(half, max(sizes), method) for half in halves)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch, pad_rows
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.intervals import Floats
 from drafthead.errors import UserError
 from drafthead.eval.trees.likelihood import MAX_VALUES, check_likelihood, surprisal_sums, target_probs
@@ -40,14 +41,13 @@ from drafthead.models.token_tree import TokenTree
 
 
 def positions(
-    drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
+    drafter: Drafter, texts: list[Answer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
     """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
 
-    ``rows`` are the indices of the answers that have such a position, ``tokens`` [len(rows)] their answer tokens t
-    (from 0). ``session`` is the drafter's, always the same object; it has committed everything before these tokens, and
-    commits them when the loop continues. Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1];
-    t = 2 and 3 yield row [0].
+    ``rows`` are the answers that have such a position, ``tokens`` [len(rows)] their answer tokens t. ``session`` has
+    committed everything before these tokens. Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0,
+    1]; t = 2 and 3 yield row [0].
     """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
@@ -65,22 +65,16 @@ def positions(
         session.commit(last[:, None], [1] * len(rows), now)
 
 
-def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) -> HiddenStates:
-    """Return the base's hidden states [1, T, D] at all T ids of ``text``, of all layers that the drafter reads.
-
-    Stored ones are used if the drafter reads only final hidden states. Otherwise the base reads the answer again.
-    """
-    if text.final is None or drafter.spec.layers:
-        return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
-    stored = text.final.to(base.device, base.dtype)
+def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
+    """Return the base's hidden states [1, T, D] that the drafter reads: the stored ones if they suffice."""
+    if text.hidden_states is None or drafter.spec.layers:
+        return base.hidden_states(TrainBatch.of([text.ids], text.boundary), drafter.spec)
+    stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
     return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
 
-def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Return per answer the ranks [T, K], from 0, of its tokens among the head's candidates (``answer_ranks``).
-
-    Answers of one token, in which no step starts, are left out.
-    """
+def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
+    """Return per answer the ranks [T, K] of its tokens among the head's candidates; answers of one token have none."""
     ranks = []
     for text in texts:
         base_hidden = read_hidden_states(head.base_model, head, text)
@@ -108,7 +102,7 @@ class AcceptProbsConfig:
 def simulate_texts(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
@@ -117,17 +111,14 @@ def simulate_texts(
 ) -> SimulatedAcceptance:
     """Return the acceptance that decoding these answers with ``drafter`` and ``draft_config`` would have.
 
-    With top-k drafting, any drafter drafts its static or dynamic tree at every position. Sampled drafting needs a
-    drafter that grows trees level by level (``StepwiseDrafter``). The answers must be the base's own under ``sampler``,
-    and the rule must be lossless. ``seed`` seeds the bootstrap and the draws without replacement. With ``in_order``
-    (top-k drafting only) answers are processed one by one, so that a drafter with a memory knows all earlier answers.
+    The answers must be the base's own under ``sampler``, and the rule must be lossless. Sampled drafts need a
+    ``StepwiseDrafter``. With ``in_order`` (top-k drafts only) a drafter with a memory knows all earlier answers.
     """
-    draft_config = draft_config.at_most(drafter.depth)
+    draft_config = draft_config.truncate(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
         raise UserError(
-            f"acceptance with the lossy rule {rule.name!r} cannot be simulated on finished answers, because the answer "
-            "depends on the drafts; measure it with drafthead eval"
+            f"with the lossy rule {rule.name!r} answers depend on the drafts; measure it with drafthead eval"
         )
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
@@ -147,18 +138,16 @@ def simulate_texts(
 
 @torch.inference_mode()
 def text_accept_probs(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
     """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
 
-    The axes are the positions where a step may start, the draft positions and the candidates; values are NaN beyond the
-    answer's end. Answers of one token are left out. If siblings are sampled, pass a tree through ``trials_in_order``
-    before its simulation. A drafter that is not a ``StepwiseDrafter`` raises a ``UserError``.
+    Values are NaN beyond the answer's end. Answers of one token are left out. If siblings are sampled, pass a tree
+    through ``trials_in_order`` before its simulation.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
-            f"{type(drafter).__name__} drafts without distributions, so only the acceptance of the tree that it drafts "
-            "can be simulated; use draft_sampling=top_k and simulate one tree at a time"
+            f"{type(drafter).__name__} drafts without distributions; use draft_sampling=top_k, one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
@@ -193,11 +182,10 @@ def text_accept_probs(
     return accept_probs
 
 
-def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
-    """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions of one step.
+def forced_logits(session: Session, last: Tensor, texts: Sequence[Answer], t: int, depth: int) -> list[Tensor]:
+    """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions after answer token ``t``.
 
-    The step starts after answer token ``t`` (from 0); ``last`` [B] are these tokens. At later draft positions the
-    drafter reads the next tokens of the answers instead of its own drafts.
+    ``last`` [B] are these tokens. Instead of its own drafts, the drafter reads the next tokens of the answers.
     """
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
@@ -214,15 +202,14 @@ def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer
 def _drafted_length_probs(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool,
 ) -> tuple[list[LengthProbs], list[Floats]]:
     """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
 
-    A top-k draft is accepted exactly if it is the token that the target samples: the answer's next token. Answers of
-    one token are left out. ``in_order``: draft one answer at a time, and let the drafter remember it before the next.
+    A top-k draft is accepted exactly if it is the answer's next token.
     """
     length_probs, sizes = [], []
     at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
@@ -241,7 +228,7 @@ def _drafted_length_probs(
     return length_probs, sizes
 
 
-def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
+def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
     """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
@@ -256,12 +243,9 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 
 
 def _batches(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
-) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
-    """Yield batches of up to ``size`` answers with their hidden states, without the answers of one token.
-
-    After the last batch, raise a UserError if ``sampler`` is very unlikely to have drawn the answers.
-    """
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, size: int
+) -> Iterator[tuple[list[Answer], list[HiddenStates]]]:
+    """Yield batches of answers with their hidden states, without answers of one token; reject another model's."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")

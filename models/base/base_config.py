@@ -189,9 +189,7 @@ def could_not_load(name: str, error: Exception) -> str:
     if not name:
         return "no base model is named; set base.name to a folder or a Hub id"
     if isinstance(error, ImportError):
-        return (
-            f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it"
-        )
+        return f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it"
     if "trust_remote_code" in str(error):
         return f"{name} contains Python code; read it, and allow it with base.trust_remote_code=true"
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():

@@ -18,7 +18,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig, context_limit, load_shards, load_weights
 from drafthead.models.base.fingerprint import fingerprint
-from drafthead.models.base.parity import StockResults, check_against_stock, measured_sizes
+from drafthead.models.base.parity import DENSE, PASSED, StockResults, check_against_stock, check_key, measured_shapes
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import capture_hidden_states, last_layers
 from drafthead.models.base.text_model import build
@@ -29,6 +29,7 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
+from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from drafthead.system.devices import device_of, synchronise
@@ -43,9 +44,9 @@ class PartialForward:
     """
 
     layers: int
-    """Number of first layers that have been computed."""
+    """Number of computed layers."""
     hidden: Tensor
-    """Output [B, N, D] of the last one of these layers."""
+    """Output [B, N, D] of the last of them."""
 
 
 NO_LAYERS = HiddenStatesSpec()
@@ -72,11 +73,10 @@ class BaseModel(BaseParts):
     """A frozen causal LM: its weights get no gradients, and no method saves it."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze ``model`` in place, and measure its cache sizes and logit scale.
+        """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
 
         :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`fuse_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
-        nothing is measured.
+        :func:`fuse_for_cpu` replaces them.
         """
         super().__init__(model, tokenizer, config)
         self.model, settings = model, model.config
@@ -92,11 +92,13 @@ class BaseModel(BaseParts):
         """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = fingerprint(model)
-            self.cache_shape = replace(self.cache_shape, layers=measured_sizes(self))
+            self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
             self.stock_results = stock = StockResults.of(self)
             self.lm_head = self.scaled_head(stock.logits[:1], stock.final)
         self.lock = RLock()
         """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
+        self.dense_masks = check_key(self, DENSE) in PASSED
+        """True if layers compute with masks, so that packed rows need tensors of size [T, T]."""
         self._wrapped_attention: str | None = None
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
@@ -179,8 +181,7 @@ class BaseModel(BaseParts):
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts``: number of tokens in each row, after which the row has padding; None: T. ``spec``: layers whose
-        outputs are returned with the final hidden states.
+        ``counts``: number of tokens in each row, after which the row has padding; None: T.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -225,10 +226,7 @@ class BaseModel(BaseParts):
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """Run token trees as :meth:`verify` does; return their hidden states and the logits after every node [B, N, V].
-
-        The hidden states also have the outputs of the layers that ``spec`` names.
-        """
+        """Run token trees as :meth:`verify` does; also return the logits after every node, [B, N, V]."""
         hidden, logits = self._verify(tokens_BN, shape, cache, spec, partial_forward, with_logits=True)
         return hidden, self.logits(hidden.final) if logits is None else logits
 
@@ -241,14 +239,14 @@ class BaseModel(BaseParts):
         partial_forward: PartialForward | None,
         with_logits: bool = False,
     ) -> tuple[HiddenStates, Tensor | None]:
-        """Compute :meth:`verify`; if ``with_logits`` and a CUDA graph runs the pass, add its logits, else None."""
+        """Compute :meth:`verify`; with ``with_logits``, also return the logits if a CUDA graph computes them."""
         new = tokens_BN.shape[1]
         # A graph runs a whole tree through all layers, and returns no states of single layers.
         whole = new == len(shape) and not (spec.layers or partial_forward)
         if whole and isinstance(cache, StaticKVCache) and cache.fits(new):
             final, *logits = cache.run(tokens_BN, shape, with_logits)
             return HiddenStates(final=final), logits[0] if logits else None
-        cache.begin(new, chain=shape.is_chain)
+        cache.begin(new, shape=shape)
         positions = cache.positions(shape.depths[:, -new:])
         if cache.rows == 1 and shape.tree is not None and new == len(shape):
             mask = cache.static_mask(shape.tree, shape, self._tree_masks)
@@ -258,30 +256,33 @@ class BaseModel(BaseParts):
         return self._decoder(tokens_BN, positions, masks, cache, spec, partial_forward), None
 
     def synchronise(self) -> None:
-        """Wait for the device, so that wall-clock times include all submitted work."""
         synchronise(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the base's next-token logits [..., V] of hidden states [..., D]."""
+        """Return the next-token logits [..., V] of hidden states [..., D]."""
         return self.lm_head.scale_and_cap(self.output_layer(hidden))
 
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
-        if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
+        if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
             raise UserError(
                 f"a document of {last + 1} tokens exceeds the context of {self.max_context}; lower phases.*.seq_len"
             )
-        ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
-        masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
+        ids, positions = (x.to(self.device, non_blocking=True) for x in (batch.input_ids, batch.position_ids))
+        masks = self.packed_masks(PackedMask.of(batch.document_ids, self.device))
         with capture_hidden_states(self.model, spec.layers) as states:
             out = self.model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
         return _hidden_states(out.last_hidden_state, states, spec)
 
-    def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
-        """Return the decoder's masks for packed rows (ids and positions [B, T]): tokens see their own document only."""
-        mask = attention.document_mask(document_ids, dtype)
-        return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
+    def packed_masks(self, mask: PackedMask) -> Masks:
+        """Return the decoder's mask argument for packed rows, from the ``mask`` of full attention."""
+        masks = mask if self.windows is None else self.windows.packed(mask)
+        if not self.dense_masks:
+            return masks
+        if isinstance(masks, PackedMask):
+            return masks.dense(self.dtype)
+        return {kind: packed.dense(self.dtype) for kind, packed in masks.items()}
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.

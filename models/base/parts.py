@@ -27,6 +27,7 @@ from drafthead.models.base.parity import logit_scale, stock_pass
 from drafthead.models.base.structure import attention_sizes, llama_like, without_layers
 from drafthead.models.base.text_model import text_config
 from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.models.kernels.private_apis import other_base
 from drafthead.system.devices import device_of, graphs_of
@@ -72,9 +73,9 @@ class BaseParts:
         self.dtype, self.device = weight.dtype, weight.device
         self.rounding_dtype = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
-        kv_heads, head_dim = attention_sizes(settings)
-        sizes = ((kv_heads, head_dim), (kv_heads, head_dim))
-        self.cache_shape = CacheShape(layers=(sizes,) * self.num_layers, dtype=self.dtype, device=self.device)
+        sizes = attention_sizes(settings)
+        layers = (KeyValueShape(sizes, sizes),) * self.num_layers
+        self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)

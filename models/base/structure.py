@@ -63,7 +63,7 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def smallest(config: PreTrainedConfig, key: str) -> int | None:
-    """Return the smallest integer under ``key`` in a config (layers may differ); None if there is none."""
+    """Return the smallest integer under ``key`` in a config, of which layers may differ."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # raised by transformers for sizes that differ by layer
@@ -164,8 +164,7 @@ class _NoPositions(nn.Module):
 
 def shallow_copy(module: Any) -> Any:
     """Return a module that shares children and weights with ``module``; hooks added later to one are not shared."""
-    view = object.__new__(type(module))  # ``copy`` would call the constructor of a sharded module
-    view.__dict__ |= module.__dict__
+    view = copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}
     return view

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from drafthead.errors import UserError
+from drafthead.models.kernels.packed import PackedMask
 
-Masks = Tensor | dict[str, Tensor | None] | None
-"""The decoder's mask argument: one additive mask, or one per layer type; None means causal."""
+Masks = Tensor | PackedMask | dict[str, Tensor | None] | dict[str, PackedMask] | None
+"""The decoder's mask argument: one mask (additive, or of packed rows), or one per layer type; None means causal."""
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types with a window -> config keys of its size."""
 FULL = "full_attention"
@@ -86,6 +87,11 @@ class Windows:
                 seen &= window_keys[:, None] <= queries[:, :, None]
                 within = torch.zeros((), dtype=dtype, device=seen.device)
             masks[kind] = within.masked_fill(~seen[:, None], -torch.inf)
+        return next(iter(masks.values())) if self.single else masks
+
+    def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
+        """Return a mask per layer type (one if ``single``) from the mask of full attention for packed rows."""
+        masks = {kind: mask.within(w.size, w.chunked) if w else mask for kind, w in self.by_kind.items()}
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.cache_shape import CacheShape, Place
-from drafthead.models.cache.kv_cache import Row, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import FullLayers, Layers, Row
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -51,25 +52,26 @@ class _Pass:
 
 @dataclass(eq=False)
 class _Memory:
-    """Stacks of keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and passes captured over them.
+    """Layers for one row of ``size`` positions, the committed length ([1] int64), and passes captured over them.
 
     A window is another ``_Memory`` that shares the first positions of this one.
     """
 
-    stacks: tuple[Tensor, ...]
-    places: tuple[Place | None, ...]
+    kinds: list[FullLayers]
+    size: int
     length: Tensor
     passes: dict[tuple[int, int, bool], _Pass] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return self.stacks[0].shape[3]
-
     def clear(self, size: int) -> None:
         """Zero the length and the first ``size`` positions, because even a masked NaN would make the attention NaN."""
-        for stack in self.stacks:
-            stack[:, :, :, :size].zero_()
+        for kind in self.part(size):
+            for stack in kind.stacks:
+                stack.zero_()
         self.length.zero_()
+
+    def part(self, size: int, rows: list[Row] | None = None) -> list[FullLayers]:
+        """Return layers over the first ``size`` positions, for a cache with ``rows``."""
+        return [kind.over(lambda stack: stack[:, :, :, :size], rows) for kind in self.kinds]
 
 
 class StaticModel:
@@ -105,7 +107,10 @@ class StaticModel:
         # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False):
             length = torch.zeros(1, dtype=torch.int64, device=self.shape.device)
-            return _Memory(self.shape.zeros(1, size), self.shape.places, length)
+            kinds = self.shape.new([Row()], size)
+        attention = [kind for kind in kinds if isinstance(kind, FullLayers)]
+        assert len(attention) == len(kinds), "only keys and values have fixed addresses"
+        return _Memory(attention, size, length)
 
     def take_back(self, memory: _Memory) -> None:
         """Keep ``memory``, which no cache uses any more, for a later cache."""
@@ -119,30 +124,26 @@ class StaticModel:
         ``inputs`` are tokens, depths and ancestors; later inputs must have the same shapes. ``with_logits``: the pass
         returns hidden states and logits, else only hidden states.
         """
-        window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
+        window = _Memory(memory.part(size), size, memory.length)
         logits = self._logits if with_logits else None
-        function = partial(_static_pass, self._decoder, logits, self._windowed, window)
+        function = partial(_static_pass, self.shape, self._decoder, logits, self._windowed, window)
         return StaticCall(self.backend, function, inputs)
 
 
 class _Writer:
     """The cache that attention modules see during a pass: layers at fixed addresses, written by index tensors."""
 
-    def __init__(self, window: _Memory, slots: Tensor) -> None:
-        self._window, self._slots = window, slots
-        self._parts = [stack.unbind(0) for stack in window.stacks]
+    def __init__(self, shape: CacheShape, window: _Memory, slots: Tensor) -> None:
+        self._places, self._window, self._slots = shape.places, window, slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: object = None) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return all of the layer over which the pass attends.
 
         ``kwargs`` are those of ``TreeCache.update``.
         """
-        place = self._window.places[layer_idx]
+        place = self._places[layer_idx]
         assert place is not None
-        keys, values = (self._parts[place.stack + side][place.number] for side in (0, 1))
-        keys.index_copy_(2, self._slots, key)
-        values.index_copy_(2, self._slots, value)
-        return keys, values
+        return self._window.kinds[place.kind].write(place.number, self._slots, key, value)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """Return the number of committed positions, [1] int64 on the device; transformers calls this."""
@@ -150,6 +151,7 @@ class _Writer:
 
 
 def _static_pass(
+    shape: CacheShape,
     decoder: Callable[..., Any],
     logits: Callable[[Tensor], Tensor] | None,
     windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None,
@@ -169,7 +171,7 @@ def _static_pass(
     offset = slots - window.length
     inside = (offset >= 0) & (offset < nodes)
     seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
-    dtype = window.stacks[0].dtype
+    dtype = shape.dtype
     mask = torch.zeros(nodes, size, dtype=dtype, device=tokens.device).masked_fill_(~seen, -torch.inf)[None, None]
     positions = depths + window.length
     if windowed is not None:
@@ -180,7 +182,7 @@ def _static_pass(
         position_ids=positions,
         attention_mask=mask,
         use_cache=True,
-        **{CACHE: _Writer(window, torch.arange(nodes, device=tokens.device) + window.length)},
+        **{CACHE: _Writer(shape, window, torch.arange(nodes, device=tokens.device) + window.length)},
     )
     hidden: Tensor = out.last_hidden_state
     return (hidden,) if logits is None else (hidden, logits(hidden))
@@ -190,15 +192,15 @@ class StaticKVCache(TreeCache):
     """A ``TreeCache`` of one row in the memory of a ``StaticModel``. It can also run passes of fixed shapes."""
 
     def __init__(self, model: StaticModel, capacity: int) -> None:
-        self._model = model
-        super().__init__(self._borrow(capacity), model.shape.places, [Row()], capacity=capacity)
+        self._model, rows = model, [Row()]
+        super().__init__(model.shape, self._borrow(capacity, rows), rows, capacity=capacity)
 
-    def _borrow(self, capacity: int) -> tuple[Tensor, ...]:
+    def _borrow(self, capacity: int, rows: list[Row]) -> list[Layers]:
         """Take memory for ``capacity`` positions; it is given back to the model when this cache is deleted."""
         self._memory = self._model.take_memory(capacity)
         self._give_back = weakref.finalize(self, self._model.take_back, self._memory)
         self._give_back.atexit = False
-        return tuple(stack[:, :, :, :capacity] for stack in self._memory.stacks)
+        return [*self._memory.part(capacity, rows)]
 
     def fits(self, nodes: int) -> bool:
         """Return True if a pass over this many new nodes can have fixed shapes."""
@@ -210,7 +212,7 @@ class StaticKVCache(TreeCache):
         ``with_logits``: return (hidden states, logits [1, N, V]).
         """
         nodes = tokens.shape[1]
-        self.begin(nodes, chain=shape.is_chain)
+        self.begin(nodes, shape=shape)
         self._memory.length.fill_(self.length)
         key = (nodes, window_for(self.length + nodes), with_logits)
         passes = self._memory.passes
@@ -227,9 +229,10 @@ class StaticKVCache(TreeCache):
 
     def grow(self, capacity: int) -> None:
         """Enlarge the cache to ``capacity`` positions, by moving to larger memory."""
-        sources, give_back, held = self.stacks, self._give_back, self.capacity
-        self.stacks, self.capacity = self._borrow(capacity), capacity
-        for stack, source in zip(self.stacks, sources, strict=True):
-            stack[:, :, :, :held] = source
+        memory, give_back, held = self._memory, self._give_back, self.capacity
+        self._use(self._borrow(capacity, self._rows))
+        self.capacity = capacity
+        for kind, source in zip(self._memory.part(held), memory.part(held), strict=True):
+            for stack, old in zip(kind.stacks, source.stacks, strict=True):
+                stack.copy_(old)
         give_back()
-        self._bind()

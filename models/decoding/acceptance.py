@@ -27,7 +27,7 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Propos
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 from drafthead.settings.schema import PositiveShare, settings
-from drafthead.system.devices import reads_freely
+from drafthead.system.devices import is_host
 
 Target = Callable[[Tensor], Tensor]
 """Maps nodes of the proposal, [B, M] int64, to the target's distributions after them (with temperature, top-p and so
@@ -38,15 +38,12 @@ on), [B, M, V]."""
 class Acceptance:
     """The result of verification. The step commits the accepted drafts and then the bonus, the target's own token."""
 
-    nodes: Tensor
-    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
-    accepted: Tensor
-    """[B] int64: accepted drafts, root excluded."""
-    bonus: Tensor
-    """[B] int64: the target's own token after the last accepted one."""
+    nodes: Tensor  # [B, 1 + D] int64: root and accepted nodes in order, padded with 0
+    accepted: Tensor  # [B] int64: accepted drafts, root excluded
+    bonus: Tensor  # [B] int64: the target's own token after the last accepted one
     probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding. None unless requested;
-    ``greedy`` and ``typical`` never have them."""
+    """[B, 1 + D, V]: the target's distributions after ``nodes``, zeros for padding; only if requested, and never from
+    ``greedy`` and ``typical``."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -71,15 +68,11 @@ class AcceptanceRule:
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Reject a ``draft_config`` whose tree may branch, if this rule is ``block``, which verifies only chains."""
+        """Reject trees that this rule cannot verify."""
         if self.name == "block" and not draft_config.is_chain:
-            raise UserError(
-                "block verification judges a chain as a whole and cannot judge a tree that branches; use "
-                "tree=chain, or rule.name=exact"
-            )
+            raise UserError("block verification judges a chain as a whole, not a tree that branches; use tree=chain")
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Verify ``proposal`` by this rule; ``return_probs`` requests ``Acceptance.probs``, which ``typical`` lacks."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -152,7 +145,7 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         # The walk continues if one of the candidates is the token that the target drew.
         drafted = (candidates != NO_CHILD) & (tokens.gather(1, candidates.clamp(min=0)) == drawn[:, None])
         active = active & drafted.any(1)
-        if reads_freely(tokens.device) and not active.any():  # reading a CPU tensor is free, and most walks end early
+        if is_host(tokens.device) and not active.any():  # reading a CPU tensor is free, and most walks end early
             break
         chosen = candidates.gather(1, drafted.int().argmax(1, keepdim=True))[:, 0]
         node = torch.where(active, chosen, 0)
@@ -183,7 +176,7 @@ def speculative(
     active = torch.ones_like(rows, dtype=torch.bool)
     dist = target(node[:, None])[:, 0]
     path, probs = [node], [dist]
-    on_host = reads_freely(tokens.device)  # reading a CPU tensor is free, and most walks end early
+    on_host = is_host(tokens.device)  # reading a CPU tensor is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
         for candidate in range(children.shape[2]):
@@ -221,8 +214,7 @@ def speculative(
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
     """Return the distribution [B, V] from which each row's candidate was drawn, or None if all are top-k.
 
-    The candidate is child number ``candidate`` (from 0) of each row's ``node`` [B], with the token ``token`` [B].
-    ``rows`` is 0 to B - 1. The distribution of a top-k candidate is one-hot.
+    It is child number ``candidate`` of each row's ``node`` [B], with the token ``token`` [B]. ``rows`` is 0 to B - 1.
     """
     if proposal.probs is None or proposal.prob_index is None:
         return None
@@ -298,10 +290,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
 
 def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
-    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last.
-
-    ``dist`` only gives shape and dtype.
-    """
+    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
     token = proposal.tokens[rows, child]

@@ -1,30 +1,20 @@
-"""The base's answers for a corpus, by batched decoding without drafts, and prompts that the base writes itself.
+"""The base's answers for a corpus, by batched decoding without drafts.
 
 On request, an answer includes the final hidden states of prompt and answer, which decoding computes anyway.
 """
 
-import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
-from drafthead.data.batch import Ratio
+from drafthead.data.answers.store import Answer, Prompt
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
-from drafthead.system.display import Display
 
-BATCHES_PER_BLOCK = 2
-"""Batches per block of prompts that are answered together. Larger blocks keep the batch full for longer; smaller blocks
-lose less work in an interruption."""
-LOGIT_ROWS = 512
-"""Number of positions whose logits are in memory at once."""
 SEED_STRIDE = 1_000_003
 """An answer's seed is the corpus's seed times this, plus the prompt's number. Corpora with other seeds then share no
 random numbers, unless they have more prompts than this."""
@@ -41,16 +31,8 @@ def generate_answers(
 ) -> Iterator[Answer]:
     """Yield answers in the order in which they finish. Up to rounding, an answer depends on its seed and prompt only.
 
-    Args:
-        base: the model that answers.
-        prompts: (number, token ids). The number is a part of the answer's seed. Empty prompts and those longer than
-            ``max_prompt_tokens`` are skipped.
-        sampler: sampling of the answers; temperature 0 is greedy decoding.
-        batch_size: number of prompts that are decoded at once.
-        keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, width]. The last token has none,
-            because the base does not read it.
-        max_prompt_tokens: largest number of tokens of a prompt. The cache has room for this number and
-            ``sampler.max_new_tokens``.
+    A prompt's number is a part of its answer's seed. Empty prompts and those longer than ``max_prompt_tokens`` are
+    skipped. With ``keep_hidden_states``, answers have final hidden states, float16 [len(input_ids) - 1, width].
     """
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
@@ -99,157 +81,3 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
             f"context of {base.max_context}; lower max_prompt_tokens or max_new_tokens"
         )
     return needed
-
-
-@dataclass(frozen=True)
-class BuiltInBackend:
-    """Generator of answers that decodes with the base on every process; ``ServerBackend`` has the same interface.
-
-    Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches. Each block starts with an empty batch and is saved
-    as one shard. Rounding depends on the rows of a batch; with fixed blocks, hidden states are bit-equal for any number
-    of processes and after any interruption. An interruption loses only unfinished blocks.
-    """
-
-    base: BaseModel
-    sampler: SamplerConfig
-    batch_size: int
-    keep_hidden_states: bool
-    max_prompt_tokens: int
-
-    def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``dtype``: the dtype of the base, on which the answers depend.
-
-        ``recorded``, the manifest of a resumed corpus, is not read.
-        """
-        return {"dtype": str(self.base.dtype)}
-
-    def at(self, temperature: float) -> "BuiltInBackend":
-        """Return this backend with another sampling temperature."""
-        return replace(self, sampler=replace(self.sampler, temperature=temperature))
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Reject limits of prompt and answer that exceed the base's context; ``prompts`` is not read."""
-        check_context(self.base, self.max_prompt_tokens, self.sampler)
-
-    def shards(
-        self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
-    ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn.
-
-        A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
-        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative.
-        ``prompts`` are the same on all processes of ``group``. ``done`` has the numbers of prompts that are answered
-        already. ``on_done`` is called after every answer. No two processes yield the same number.
-        """
-        size = BATCHES_PER_BLOCK * self.batch_size
-        prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
-        blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        random.Random(self.sampler.seed).shuffle(blocks)
-        missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
-        unfinished = [block for block in missing if block]
-        for number, block in list(enumerate(unfinished))[group.rank :: group.size]:
-            answers = []
-            for answer in generate_answers(
-                self.base,
-                block,
-                self.sampler,
-                batch_size=self.batch_size,
-                keep_hidden_states=self.keep_hidden_states,
-                max_prompt_tokens=min(self.max_prompt_tokens, max(len(ids) for _, ids in block)),
-            ):
-                answers.append(answer)
-                on_done()
-            yield number, sorted(answers, key=lambda a: a.prompt_number)
-
-    def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield answers sampled by ``sampler``, without hidden states, in the order in which they finish."""
-        longest = max((len(ids) for _, ids in prompts), default=1)
-        return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Agreement of the base with answers that another model or a person may have written."""
-
-    answers: int
-    tokens: int
-    greedy: float
-    """Share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens; nan without tokens."""
-    probability: float
-    """Mean probability that the base gives to the answers' tokens, at temperature 1; nan without tokens."""
-
-
-@torch.inference_mode()
-def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
-    """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt.
-
-    All tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server).
-    """
-    greedy, probability, tokens, count = 0, 0.0, 0, 0
-    for count, answer in enumerate(answers, start=1):  # noqa: B007
-        ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
-        hidden = base.forward(ids[None, :-1], base.new_cache(len(ids) - 1)).final[0, answer.boundary - 1 :]
-        trained = ids[answer.boundary :]
-        for start in range(0, len(trained), LOGIT_ROWS):
-            targets = trained[start : start + LOGIT_ROWS]
-            logits = base.logits(hidden[start : start + LOGIT_ROWS])
-            greedy += int((logits.argmax(-1) == targets).sum())
-            probability += float(logits.float().log_softmax(-1).gather(-1, targets[:, None]).exp().sum())
-            tokens += len(targets)
-    return Agreement(count, tokens, Ratio(greedy, tokens).value, Ratio(probability, tokens).value)
-
-
-MARKER = "\u0001"
-MIN_CHARS = 12
-"""Smallest number of characters of a prompt that the base writes. Shorter ones, mostly greetings, are dropped."""
-MAX_TURN_TOKENS = 60
-EXPECTED_YIELD = 0.6
-"""Expected share of the base's own prompts that end within the limit and are not duplicates."""
-
-
-def self_prompted_prompts(
-    base: BaseModel,
-    answer: Callable[[Sequence[Prompt], SamplerConfig], Iterator[Answer]],
-    wanted: int,
-    seed: int,
-    batch_size: int,
-    display: Display,
-    max_tokens: int,
-) -> list[str]:
-    """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
-
-    ``answer`` is the method of a backend that generates texts. Each call asks it for at least ``batch_size`` prompts,
-    none longer than ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. Raise a ``UserError`` if too few prompts are usable.
-    """
-    opening = _user_opening(base)
-    turns: dict[str, None] = {}
-    attempt = 0
-    while len(turns) < wanted:
-        if attempt > 20 * wanted + 200:
-            raise UserError(
-                f"only {len(turns)} of the {attempt} prompts that the base wrote are complete, different and not too "
-                "short; set data.answers.self_prompted=0 and name prompt sources"
-            )
-        batch = max(batch_size, int((wanted - len(turns)) / EXPECTED_YIELD))
-        sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(MAX_TURN_TOKENS, max_tokens), seed=seed)
-        prompts = [(attempt + i, opening) for i in range(batch)]
-        attempt += batch
-        for row in answer(prompts, sampler):
-            text = base.tokenizer.decode(row.input_ids[row.boundary :], skip_special_tokens=True).strip()
-            if row.finished and len(text) >= MIN_CHARS:
-                turns.setdefault(text)
-            display.progress("writing prompts", min(len(turns), wanted), wanted)
-            if len(turns) >= wanted:
-                break
-    return list(turns)[:wanted]
-
-
-def _user_opening(base: BaseModel) -> list[int]:
-    """Return the token ids of the chat template that stand before the user's message."""
-    if not base.tokenizer.chat_template:
-        raise UserError(f"{base.name} has no chat template to write prompts with; set data.answers.self_prompted=0")
-    text = base.tokenizer.apply_chat_template(
-        [{"role": "user", "content": MARKER}], tokenize=False, **base.config.chat_template_kwargs
-    )
-    ids: list[int] = base.tokenizer(text.split(MARKER)[0], add_special_tokens=False).input_ids
-    return ids

@@ -3,8 +3,9 @@
 Shape legend: B rows, T tokens, N tree nodes (root included), S children of a node, V vocabulary.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -27,12 +28,9 @@ from drafthead.system.devices import on_device
 class DraftSampling(Enum):
     """The way in which a node's children are drawn from the drafter's distribution q; verification must know it."""
 
-    TOP_K = "top_k"
-    """The likeliest tokens of q. They are not random, so verification takes q as one-hot at each of them."""
-    WITH_REPLACEMENT = "with_replacement"
-    """Independent samples of q."""
-    WITHOUT_REPLACEMENT = "without_replacement"
-    """Samples of q; after each, its token is removed and q renormalised."""
+    TOP_K = "top_k"  # the likeliest tokens: not random, so verification takes q as one-hot at each of them
+    WITH_REPLACEMENT = "with_replacement"  # independent samples
+    WITHOUT_REPLACEMENT = "without_replacement"  # after each sample, its token is removed and q renormalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +42,17 @@ class Proposal:
     a node may be a candidate twice, with two distributions.
     """
 
-    tokens: Tensor
-    """[B, N] int64. Column 0 is the root, the last committed token. Padding nodes may have any token."""
+    tokens: Tensor  # [B, N] int64; column 0 is the root, the last committed token; padding has any token
     shape: TreeShape
-    draft_sampling: DraftSampling
-    """The way in which candidates with ``probs`` were drawn. Candidates without ``probs`` are top-k."""
-    probs: Tensor | None = None
-    """[B, Q, V] float: the Q distributions, after warping, from which candidates were sampled; None: all candidates are
-    top-k."""
+    draft_sampling: DraftSampling  # of candidates with ``probs``; the others are top-k
+    probs: Tensor | None = None  # [B, Q, V]: the Q distributions, after warping, from which candidates were sampled
     prob_index: Tensor | None = None
     """[B or 1, N, S] int64: for each of the up to S children of a node, the index in ``probs`` of the distribution from
     which the child was drawn; -1: top-k."""
     slots: Tensor | None = None
-    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes: 0 for the
-    root, -1 for nodes that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these
-    numbers. None: no model ran."""
-    partial_forward: "PartialForward | None" = None
-    """The target's first layers over these nodes, if the drafter has already run them (early exit)."""
+    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes; -1 for nodes
+    that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these numbers."""
+    partial_forward: PartialForward | None = None  # the target's first layers over these nodes (early exit)
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
@@ -97,10 +89,9 @@ class AdaptiveLength:
     """Levels removed after any other step that drafted."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the number of tree levels to draft in the next step, at least 1.
+        """Return the levels to draft in the next step, after a step with ``length`` levels.
 
-        ``length`` was the number for the last step, whose longest path had ``drafted`` drafts; ``accepted`` drafts were
-        accepted.
+        That step's longest path had ``drafted`` drafts, of which ``accepted`` were accepted.
         """
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
@@ -123,7 +114,7 @@ class DraftConfig:
     """DSpark's threshold: a node gets children only if the product of the confidences along its path, its own included,
     is at least this. A confidence, predicted by a confidence head, depends only on tokens before the drafts that it
     rates, so the output stays exact with sampled candidates too. For static trees of drafters with
-    ``says_confidence``. 0 turns it off."""
+    ``has_confidence``. 0 turns it off."""
     adaptive: AdaptiveLength | None = None
     """Truncate the tree to a draft length that follows the acceptance so far; refused for batches. None: draft the
     whole tree."""
@@ -133,15 +124,12 @@ class DraftConfig:
             require(0 <= getattr(self, key) < 1, key, "at least 0 and below 1", getattr(self, key))
         dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
         if self.prefix_threshold > 0 and dynamic:
-            raise ValueError("prefix_threshold is for static trees; leave out prefix_threshold or the dynamic tree")
+            raise ValueError("prefix_threshold is for static trees; leave it out")
         if dynamic and sampled:
             # Keeping the best of the sampled nodes selects among samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
         if self.confidence_threshold > 0 and (dynamic or sampled):
-            raise ValueError(
-                "confidence_threshold is for static trees with draft_sampling=top_k; set it to 0, or change the tree "
-                "or draft_sampling"
-            )
+            raise ValueError("confidence_threshold is for static trees with draft_sampling=top_k; set it to 0")
         if sampled and self.sampler.temperature == 0:
             raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
         if self.sampler.reads_context:
@@ -149,7 +137,7 @@ class DraftConfig:
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path; for a dynamic tree, the limit."""
+        """Drafts on the longest path; of a dynamic tree, the limit."""
         return self.tree.depth
 
     @property
@@ -162,8 +150,7 @@ class DraftConfig:
         """True for a static tree in which no node has two children."""
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
-    def at_most(self, depth: int) -> "DraftConfig":
-        """Return this config with a tree of at most ``depth`` levels."""
+    def truncate(self, depth: int) -> "DraftConfig":
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
@@ -173,14 +160,13 @@ class DraftConfig:
         return replace(self, tree=tree)
 
 
-class Session(ABC):
-    """Base class of the state of a drafter for the rows being decoded, from prompts to ends of answers.
+class SessionPart(ABC):
+    """Base class of what a drafter keeps of the rows being decoded: a whole session, or a part of one."""
 
-    ``commit`` tells the session the committed tokens and the nodes that became them.
-    """
-
-    lengths: list[int]
-    """Number of committed tokens of every row that the base has read: all but the last committed one."""
+    @property
+    def room(self) -> int:
+        """Largest number of drafts on a path that the drafter's own context still has room for."""
+        return sys.maxsize
 
     @abstractmethod
     def commit(
@@ -190,13 +176,39 @@ class Session(ABC):
 
         Args:
             tokens: [B, T] int64.
-            counts: number of committed tokens in each row; the other tokens of T are padding.
+            counts: number of committed tokens in each row; the other tokens of T are padding. A row with 0 stays as it
+                is.
             base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None if
                 there is no base (a drafter used without one).
             nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
                 tokens that it did not propose. None: -1 for all tokens. To be ignored if ``draft`` was not called since
                 the last commit. Only sessions that can keep the keys and values of drafted nodes need it.
         """
+
+    @abstractmethod
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
+
+    @abstractmethod
+    def rollback(self, lengths: list[int]) -> None:
+        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
+
+        If the drafter has ``reads_base``, ``lengths[b]`` is 0 or the row's length: states of removed tokens may be
+        kept.
+        """
+
+    def drafted(self, proposal: Proposal) -> Proposal:
+        """Take note of a tree that was drafted with this part; return it, possibly with more fields set."""
+        return proposal
+
+
+class Session(SessionPart):
+    """Base class of the state of a drafter for a fixed number of rows, whose answers may change (``reset``).
+
+    ``commit`` tells the session the committed tokens and the nodes that became them.
+    """
+
+    lengths: list[int]  # number of committed tokens of every row that the base has read: all but the last committed one
 
     @abstractmethod
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
@@ -208,43 +220,31 @@ class Session(ABC):
             rng: random numbers; None if candidates are top-k.
         """
 
-    @abstractmethod
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
-
-    def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
-
-        Do not call it if the drafter has ``reads_base``: the session may keep states of removed tokens.
-        """
-        raise NotImplementedError
+    def reset(self, rows: list[int]) -> None:
+        """Empty these rows, which then wait for the ``commit`` of another prompt."""
+        self.rollback([0 if row in rows else length for row, length in enumerate(self.lengths)])
 
 
 class Drafter(ABC):
     """Base class of drafters of token trees. A subclass defines ``depth``, ``identity`` and ``open``."""
 
-    tree: TokenTree | None = None
-    """The default tree, found by calibration; None: a chain over all draft positions."""
+    tree: TokenTree | None = None  # the calibrated tree; None: a chain over all draft positions
     batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
     """Calibrated trees by batch size, because a node costs more to verify in a batch. A batch uses the tree of the
     largest size that is not above its own, or ``tree`` if all sizes are above."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
-    """Layers of the base whose hidden states the drafter reads in addition to the final hidden state."""
-    confidence_threshold: float = 0.0
-    """Default of ``DraftConfig.confidence_threshold``."""
+    confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
     reads_base: bool = False
     """True if the drafter needs the base's hidden states. It then cannot continue tokens that the base has not read."""
     early_exit_layers: int = 0
     """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
     only the other layers."""
-    depth: int
-    """Largest number of drafts on a path."""
-    says_confidence: bool = False
+    depth: int  # largest number of drafts on a path
+    has_confidence: bool = False
     """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None
-    """All proposed ids are below this number; None: the drafter proposes only ids that it was given."""
-    base_fingerprint: str | None = None
-    """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
+    """Upper bound of proposed ids. None: the drafter copies ids from the context, so none is needed."""
+    base_fingerprint: str | None = None  # of the base that the drafter belongs to; None: any base
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
@@ -265,18 +265,31 @@ class Drafter(ABC):
         return 0
 
     def remember(self, tokens: list[int]) -> None:
-        """Store ``tokens``, a prompt and its answer, if the drafter searches earlier answers; by default do nothing."""
+        """Store ``tokens``, a prompt and its answer, if the drafter searches earlier answers."""
         return
 
 
-def last_valid(values: Tensor, counts: list[int]) -> Tensor:
-    """Return each row's last valid entry, ``values[b, counts[b] - 1]`` for row b: [B, T, ...] -> [B, ...]."""
+def last_valid(values: Tensor, counts: list[int], before: Tensor) -> Tensor:
+    """Return each row's last valid entry, ``values[b, counts[b] - 1]``: [B, T, ...] -> [B, ...].
+
+    A row without valid entries gets its entry of ``before`` [B, ...].
+    """
     if len(counts) == 1:
-        return values[:, counts[0] - 1]
-    index = on_device(counts, values.device) - 1
-    return values[torch.arange(len(counts), device=values.device), index]
+        return values[:, counts[0] - 1] if counts[0] else before
+    index = on_device(counts, values.device)
+    last = values[torch.arange(len(counts), device=values.device), index - 1]
+    return last if all(counts) else torch.where((index > 0).view(-1, *[1] * (last.ndim - 1)), last, before)
+
+
+def map_active(function: Callable[[HiddenStates], Tensor], states: HiddenStates, counts: list[int]) -> Tensor:
+    """Return ``function(states)``, computed for the rows whose count is above 0; the others get zeros."""
+    active = [row for row, count in enumerate(counts) if count]
+    if len(active) == len(counts):
+        return function(states)
+    values = function(states.map(lambda value: take_rows(value, active)))
+    return values.new_zeros(len(counts), *values.shape[1:]).index_copy_(0, on_device(active, values.device), values)
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Return ``values[rows]``, the rows with these indices on the first axis, without waiting for the device."""
+    """Return ``values[rows]`` without waiting for the device."""
     return values.index_select(0, on_device(rows, values.device))

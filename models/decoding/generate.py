@@ -1,7 +1,7 @@
 """``drafthead.generate``, which answers a prompt, and ``drafthead.stream``, which yields the answer in pieces."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,21 +14,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, DecodingSequence, OnTokens, decode, prepare
 from drafthead.models.decoding.sampling import TargetSampler
-from drafthead.models.decoding.step import DecodeResult, StepRecord
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A generated answer."""
-
-    text: str
-    tokens: list[int]
-    mean_accepted_length: float
-    """Tokens added per step: accepted drafts and the target's own token. 1 in plain decoding."""
-    tokens_per_second: float
-    """Tokens of the answer, divided by the time of prefill and decoding."""
-    log: DecodeResult
-    """The record of every step."""
+from drafthead.models.decoding.step import DecodeResult, mean_accepted_length
 
 
 def generate(
@@ -42,8 +28,10 @@ def generate(
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
-) -> Answer:
+) -> DecodeResult:
     """Answer a prompt, by default greedily. With an exact rule, a drafter does not change the answer's distribution.
+
+    ``decode_batch`` (``decoding/loop.py``) answers many prompts, some at a time, with or without a drafter.
 
     Args:
         base: the target model, from ``drafthead.load_base`` or ``BaseModel.wrap`` (for a model that is loaded already).
@@ -56,7 +44,7 @@ def generate(
         seed: seed of the random numbers, if the answer is sampled.
         on_tokens: function that is called with new tokens as soon as they are final.
     """
-    log = decode(
+    result = decode(
         base,
         drafter,
         _ids(base, prompt),
@@ -67,25 +55,14 @@ def generate(
         seed=seed,
         on_tokens=on_tokens,
     )
-    return Answer(
-        text=base.tokenizer.decode(log.tokens, skip_special_tokens=True),
-        tokens=log.tokens,
-        mean_accepted_length=_mean_accepted_length(log.steps),
-        tokens_per_second=len(log.tokens) / log.total_s,
-        log=log,
-    )
-
-
-def _mean_accepted_length(steps: list[StepRecord]) -> float:
-    return sum(step.committed for step in steps) / len(steps) if steps else 1.0
+    return replace(result, text=base.tokenizer.decode(result.tokens, skip_special_tokens=True))
 
 
 class Piece(NamedTuple):
     """A piece of an answer's text, which later tokens do not change."""
 
     text: str
-    accepted: bool
-    """True if the last token of the piece is an accepted draft, False if the base chose that token."""
+    accepted: bool  # whether the last token of the piece is an accepted draft
 
 
 @dataclass(frozen=True)
@@ -97,11 +74,9 @@ class TextStream:
 
     base: BaseModel
     sequence: DecodingSequence
-    """The tokens and steps so far."""
     _updates: Iterator[DecodingSequence]
 
     def __iter__(self) -> Iterator[Piece]:
-        """Decode to the end of the answer. To stop earlier, leave the iteration."""
         return text_pieces(self.base.tokenizer, self._tokens())
 
     def _tokens(self) -> Iterator[tuple[int, bool]]:
@@ -111,13 +86,11 @@ class TextStream:
 
     @property
     def accepted(self) -> int:
-        """Number of tokens in the answer that are accepted drafts."""
         return sum(min(step.accepted, step.committed) for step in self.sequence.steps)
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens added per step so far; 1 before the first step."""
-        return _mean_accepted_length(self.sequence.steps)
+        return mean_accepted_length(self.sequence.steps)
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,10 +131,7 @@ def stream(
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, bool]]) -> Iterator[Piece]:
-    """Decode the pairs ``(token, accepted)`` to pieces of text, each as soon as later tokens cannot change it.
-
-    ``accepted`` is True for an accepted draft.
-    """
+    """Decode the pairs ``(token, accepted)`` to pieces of text, each as soon as later tokens cannot change it."""
     answer: list[int] = []
     # Each token is decoded together with the previous piece, on which a leading space depends.
     previous = shown = 0

@@ -1,8 +1,8 @@
 """Growing token trees from a drafter's logits, level by level: the code that all heads and draft models share.
 
 A ``StepwiseSession`` only returns the logits after the nodes of a frontier, which are the nodes of one level that get
-children. This module chooses the children: by their ranks in a static tree, by sampling, or by their scores in a
-dynamic tree. It also decides where drafting stops. Every head and draft model therefore supports every kind of tree.
+children. This module chooses the children (by their ranks in a static tree, by sampling, or by their scores in a
+dynamic tree) and where drafting stops. Every head and draft model therefore supports every kind of tree.
 
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
@@ -18,10 +18,9 @@ from torch import Tensor
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
-from drafthead.system.devices import on_device, reads_freely, wide_dtype
+from drafthead.system.devices import is_host, on_device, wide_dtype
 
-MISSING = -1
-"""Stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children."""
+MISSING = -1  # stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
@@ -47,20 +46,13 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
 class TreeLevel:
     """One level of a static tree."""
 
-    nodes: Tensor
-    """[M] numbers of the level's nodes in the tree, in order."""
-    parents: Tensor
-    """[M] the index of each node's parent in the previous frontier."""
-    width: int
-    """Number of candidates that are drawn for each parent."""
-    taken: Tensor
-    """[M] for each node, the index of its candidate in the joined list of all parents' candidates, [F * width]."""
-    taken_shared: Tensor
-    """[M] as ``taken``, if all parents share one distribution: an index in a single list of candidates, [width]."""
-    inner: Tensor
-    """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
-    above: Tensor
-    """[F] for each node of ``inner``, the index of its parent in the previous frontier."""
+    nodes: Tensor  # [M] numbers of the level's nodes in the tree, in order
+    parents: Tensor  # [M] the index of each node's parent in the previous frontier
+    width: int  # candidates that are drawn for each parent
+    taken: Tensor  # [M] the index of each node's candidate in the joined list of all parents' candidates, [F * width]
+    taken_shared: Tensor  # [M] as ``taken``, if all parents share one distribution: an index in [width] candidates
+    inner: Tensor  # [F] the next frontier: indices into ``nodes`` of the nodes that have children
+    above: Tensor  # [F] for each node of ``inner``, the index of its parent in the previous frontier
     slots: Tensor
     """[N] each tree node's number in the order in which the drafter runs over nodes. -1 for nodes that it has not run
     over when this level is drafted; it has then run over the level's parents."""
@@ -112,12 +104,9 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary
 class StepwiseDrafter(Protocol):
     """A drafter whose session computes next-token logits level by level."""
 
-    d2t: Tensor
-    """[W] int64: the target's token id of every draft id."""
+    d2t: Tensor  # [W] int64: the target's token id of every draft id
     depth: int
-    """Largest number of drafts on a path."""
-    vocab_size: int
-    """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
+    vocab_size: int  # size V of the target's vocabulary, the width of ``Proposal.probs``
 
 
 class LogitsSource(ABC):
@@ -127,9 +116,8 @@ class LogitsSource(ABC):
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the draft logits after the nodes of the next level. In the first call, that is the root alone.
 
-        Args:
-            tokens: [B, F] int64 target ids of the nodes.
-            parents: [B, F] int64 index of each node's parent among the nodes of the previous call; 0 for the root.
+        ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
+        nodes of the previous call.
 
         Returns:
             [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. All nodes then get the same
@@ -143,14 +131,13 @@ class LogitsSource(ABC):
         The shape is [B, F], or [B, 1] if all nodes share it. The probability is that of a single child, predicted by a
         confidence head, and not that any of several siblings is accepted.
 
-        It may depend on these nodes and the tokens before them, but not on their children. Drafters with
-        ``says_confidence`` implement it.
+        It may depend on these nodes and the tokens before them, but not on their children.
         """
         raise NotImplementedError
 
 
 class StepwiseSession(Session, LogitsSource):
-    """Base class of sessions whose trees ``grow`` builds; a subclass defines the methods except ``draft``."""
+    """Base class of sessions whose trees ``grow`` builds; a subclass defines ``start``, ``expand`` and ``commit``."""
 
     drafter: StepwiseDrafter
 
@@ -160,14 +147,15 @@ class StepwiseSession(Session, LogitsSource):
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        if draft_config.depth == 0:  # combinations and draft LMs shorten the tree after the step's own test
-            return root_only(last_token)
+        draft_config = draft_config.truncate(max(0, self.room))
+        if draft_config.depth == 0:
+            return self.drafted(root_only(last_token))
         self.start(last_token, draft_config)
-        return grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng)
+        return self.drafted(grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng))
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Return a proposal without drafts: verification reads only ``last_token`` ([B])."""
+    """Return a proposal without drafts."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -194,13 +182,7 @@ def grow(
     ``confidence_threshold=0.7``, "the" is verified but gets no children. Drafting then ends, without nodes 3 and 4. If
     a second row of the batch is confident of its node 1, its nodes 3 and 4 exist, and are padding in the first row.
 
-    Args:
-        source: gives the drafter's logits; usually its session.
-        last_token: [B] int64, the roots.
-        draft_config: tree, sampling and thresholds.
-        d2t: [W] int64, the target id of each draft id.
-        vocabulary: size V of the target's vocabulary.
-        rng: random numbers for sampled candidates.
+    ``d2t`` [W] int64 has the target id of each draft id, and ``vocabulary`` is the size V of the target's vocabulary.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
         return grow_dynamic(source, last_token, tree, d2t)
@@ -243,9 +225,8 @@ def grow(
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
     """Return, for each node of ``tree``, the index of the distribution from which its children were drawn, [N] int64.
 
-    It is an index in the tensors of ``probs``, one per level, joined on axis 1: [B, F, V] in the order ``slots`` in
-    which the drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution. The index
-    of a node without children is not used.
+    It is an index in the levels' tensors ``probs`` joined on axis 1: [B, F, V] in the order ``slots`` in which the
+    drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -253,7 +234,7 @@ def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the draft ids [B, M] of a level's nodes, by rank, and if requested their probabilities [B, M]."""
+    """Return the draft ids [B, M] of a level's nodes, by rank, and on request their probabilities [B, M]."""
     logits = logits.float()
     values, candidates = logits.topk(level.width, dim=-1)
     taken = level.taken_from(logits.shape[1])
@@ -288,13 +269,10 @@ class _Stopping:
     """
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
-        """Start with the roots alone; ``tokens`` [B, N] gives the shape."""
         self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
         without = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT  # may use up a distribution
         self.cuts = self._threshold > 0 or self._prefix > 0 or without
-        """True if a row may get fewer nodes than the tree has."""
-        self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-        """[B, N] bool: True for nodes that exist."""
+        self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)  # [B, N]: nodes that exist
         self.active[:, 0] = True
         self._expandable = self.active[:, :1]  # [B, F]
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
@@ -311,9 +289,9 @@ class _Stopping:
         return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
-        """Return a mask, [B, width] bool: True for distributions from which children are sampled; None: for all.
+        """Return the mask [B, width] of distributions from which children are sampled; None if all are.
 
-        ``width`` is the number of distributions of the level: one per parent, or 1 if all parents share one.
+        ``width`` is 1 if all parents share one distribution.
         """
         if self._prefix == 0:
             return None
@@ -344,9 +322,9 @@ class _Stopping:
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
-        if not self.cuts or (reads_freely(device) and bool(active.all())):
+        if not self.cuts or (is_host(device) and bool(active.all())):
             return slice(None), shape
-        if reads_freely(device):
+        if is_host(device):
             nodes = active.any(0).nonzero()[:, 0]
         else:
             nodes, sampled = torch.arange(len(tree), device=device), True
@@ -358,8 +336,8 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
-        """Return False if no frontier node may get children; True except on a CPU, because reading would wait."""
-        return not reads_freely(self._expandable.device) or bool(self._expandable.any())
+        # True except on a CPU, because reading would wait.
+        return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 
 def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
@@ -404,7 +382,7 @@ def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2
         tokens=torch.cat(tokens, 1).gather(1, nodes),
         shape=TreeShape.from_parents(
             torch.where(above < 0, -1, new_number.gather(1, above.clamp(min=0))),
-            width=None if reads_freely(device) else tree.width,
+            width=None if is_host(device) else tree.width,
         ),
         draft_sampling=DraftSampling.TOP_K,
         slots=slots.gather(1, nodes),

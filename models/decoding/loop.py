@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
-    """Return a config with the drafter's tree for a batch of ``rows``, or a chain over its positions if it has no tree.
-
-    Without a drafter, the tree is only its root.
-    """
+    """Return a config with the drafter's tree for a batch of ``rows``; without a tree, a chain over its positions."""
     if drafter is None:
         return ROOT_ONLY
     sizes = [n for n in drafter.batch_trees if n <= rows]
@@ -54,26 +51,23 @@ class DecodingSequence:
     on_tokens: OnTokens | None = None
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    """The base's logits [V] for every token of the answer; empty without ``DecodeLoop.keep_logits``."""
+    logits: list[Tensor] = field(default_factory=list)  # with ``keep_logits``, the base's [V] for every token
     hidden: list[Tensor] = field(default_factory=list)
-    """The base's final hidden states of prompt and answer, float16: a piece [T, D] of the prompt, then one per step.
-    The answer's last token has none, because the base does not read it. Empty without
-    ``DecodeLoop.keep_hidden_states``."""
+    """With ``keep_hidden_states``, the base's final ones, float16: a piece [T, D] of the prompt, then one per step. The
+    answer's last token has none, because the base does not read it."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
+    prefill_rows: int = 1
     total_s: float = 0.0
-    draft_length: int = 0
-    """Tree levels to draft in the next step, if ``DraftConfig.adaptive`` is set."""
+    draft_length: int = 0  # tree levels to draft in the next step, if ``DraftConfig.adaptive`` is set
 
 
 @dataclass(kw_only=True)
 class DecodeLoop:
     """The loop that decodes prompts, up to ``batch_size`` at once.
 
-    If there are more prompts, the next one takes the row of a sequence that ended. With a drafter, whose session cannot
-    replace rows, all prompts must fit into one batch.
+    If there are more prompts, the next one takes the row of a sequence that ended.
     """
 
     base: BaseModel
@@ -81,8 +75,7 @@ class DecodeLoop:
     config: DecodeConfig
     max_new_tokens: int
     batch_size: int
-    capacity: int
-    """Largest number of tokens of a prompt with its answer."""
+    capacity: int  # largest number of tokens of a prompt with its answer
     record_steps: bool = True
     keep_hidden_states: bool = False
     keep_logits: bool = False
@@ -99,7 +92,6 @@ class DecodeLoop:
         rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
         if not rows:
             return
-        first_rows = list(rows)
         capacity = self.capacity + self.config.draft_config.nodes
         with self.base.lock:
             state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
@@ -112,6 +104,8 @@ class DecodeLoop:
                 # A loop, because a new row can end with its first token.
                 while rows[slot].ended and rows[slot].number not in reported:
                     reported.add(rows[slot].number)
+                    if self.drafter is not None:
+                        self.drafter.remember(rows[slot].prompt + rows[slot].answer)
                     yield rows[slot]
                     if waiting:
                         rows[slot] = waiting.popleft()
@@ -128,20 +122,17 @@ class DecodeLoop:
                 rows = [rows[slot] for slot in active]
             state.clear([slot for slot, row in enumerate(rows) if row.ended])
             self._step(state, rows)
-        if self.drafter is not None:
-            for row in first_rows:
-                self.drafter.remember(row.prompt + row.answer)
 
     def _prefill(self, state: DecodeState, rows: list[DecodingSequence], slots: list[int], started: float) -> None:
         rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)
-        every = len(slots) == len(state.last_token)
         with self.base.lock:
-            hidden = state.read_prompts([row.prompt for row in rows], rng, rows=None if every else slots)
+            hidden = state.read_prompts([row.prompt for row in rows], rng, rows=slots)
         first = state.last_token[slots].tolist()
         prefill_s = perf_counter() - started
         adaptive = self.config.draft_config.adaptive
         for row, states, token in zip(rows, hidden, first, strict=True):
-            row.started, row.prefill_s, row.draft_length = started, prefill_s, adaptive.start if adaptive else 0
+            row.started, row.prefill_s, row.prefill_rows = started, prefill_s, len(rows)
+            row.draft_length = adaptive.start if adaptive else 0
             if self.keep_hidden_states:
                 row.hidden.append(states.half())
             if self.keep_logits:
@@ -159,12 +150,7 @@ class DecodeLoop:
         started = perf_counter()
         config, positions = self.config.draft_config, [len(row.answer) for row in rows]
         active = [row for row in rows if not row.ended]
-        depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in active)
-        if self.config.same_text:  # drafting less at the end of an answer cannot change it
-            depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in active) - 1)
-        if (adaptive := config.adaptive) is not None:
-            depth = min(depth, active[0].draft_length)
-        depth = max(0, depth)
+        depth = self._depth(active)
         most_tokens = [max(1, self.max_new_tokens - position) for position in positions]
         # A step commits up to depth + 1 tokens: the accepted drafts and the target's next token. Only if that can be
         # more than a row may still have, the step truncates.
@@ -185,20 +171,19 @@ class DecodeLoop:
             if len(row.answer) == record.position:
                 continue  # the row had ended before this step
             if self.record_steps:
-                row.steps.append(replace(record, total_s=total_s))
-            if adaptive is not None:
-                row.draft_length = min(config.depth, adaptive.next(row.draft_length, record.depth, record.accepted))
+                row.steps.append(replace(record, rows=len(active), total_s=total_s))
+            if config.adaptive is not None:
+                length = config.adaptive.next(row.draft_length, record.depth, record.accepted)
+                row.draft_length = min(config.depth, length)
 
-
-class DecodeOptions(TypedDict, total=False):
-    """Arguments that ``decode`` passes on to ``decode_batch``, where they are explained."""
-
-    max_new_tokens: Required[int]
-    draft_config: DraftConfig | None
-    sampler: TargetSampler
-    rule: AcceptanceRule
-    ignore_eos: bool
-    timed: bool
+    def _depth(self, active: list[DecodingSequence]) -> int:
+        """Return the largest depth of the next trees, which the row with the least room limits for all."""
+        depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in active)
+        if self.config.same_text:  # drafting less at the end of an answer cannot change it
+            depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in active) - 1)
+        if self.config.draft_config.adaptive is not None:
+            depth = min(depth, active[0].draft_length)
+        return max(0, depth)
 
 
 def decode(
@@ -208,12 +193,9 @@ def decode(
     *,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
-    **options: Unpack[DecodeOptions],
+    **options: Any,
 ) -> DecodeResult:
-    """Decode a prompt of token ids. With an exact rule, the answer's distribution does not depend on the drafter.
-
-    ``on_tokens`` is called with new tokens as soon as they are final. ``options`` are those of ``decode_batch``.
-    """
+    """Decode a prompt of token ids; ``options`` are those of ``decode_batch``."""
     return decode_batch(base, drafter, [input_ids], seeds=[seed], on_tokens=on_tokens and [on_tokens], **options)[0]
 
 
@@ -230,25 +212,28 @@ def decode_batch(
     on_tokens: Sequence[OnTokens] | None = None,
     ignore_eos: bool = False,
     timed: bool = False,
+    batch_size: int | None = None,
 ) -> list[DecodeResult]:
-    """Decode ``prompts`` of token ids at once; results have their order.
+    """Decode ``prompts`` of token ids, up to ``batch_size`` (default: all) at once; results have their order.
 
-    Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and ``on_tokens`` have an
-    entry per prompt. ``ignore_eos``: do not end answers at EOS, but continue to ``max_new_tokens``, to time a fixed
-    length. ``timed``: wait for the device after drafting and after verification, so that the ``draft_s`` and
-    ``verify_s`` of each step are exact.
+    If there are more prompts than ``batch_size``, the next prompt takes the row of an answer that ended, with or
+    without a drafter. Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and
+    ``on_tokens`` have an entry per prompt. ``ignore_eos``: do not end answers at EOS, but continue to
+    ``max_new_tokens``, to time a fixed length. ``timed``: wait for the device after drafting and after verification, so
+    that the ``draft_s`` and ``verify_s`` of each step are exact.
 
     Random numbers depend only on a row's seed and length. Up to rounding, an answer therefore equals that of its prompt
     alone with the same seed. Sampled answers may differ near the end of the base's or a draft model's context, because
-    the longest row limits the drafts of all rows. The times of a step and of the prefill are those of the whole batch;
-    the ``total_s`` of a result is the time until its own answer ended.
+    the longest row limits the drafts of all rows. The times of a step are those of the whole batch (``StepRecord.rows``
+    answers). A prefill's time is that of all prompts that were read with it. The ``total_s`` of a result is the time
+    from the start of its prefill until its own answer ended.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         raise UserError(
-            "decode_batch needs at least one prompt, and as many seeds and on_tokens functions as prompts (or None); "
-            f"got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions"
+            f"decode_batch needs prompts, and as many seeds and on_tokens; got {len(prompts)} prompts, {len(seeds)} "
+            f"seeds and {len(listeners)} functions"
         )
     loop = prepare(
         base,
@@ -261,13 +246,20 @@ def decode_batch(
         eos_ids=frozenset() if ignore_eos else base.eos_ids,
         with_entropy=True,
         timed=timed,
+        batch_size=batch_size,
     )
     rows = [
         DecodingSequence(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
         for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
     ]
     return [
-        DecodeResult(tokens=row.answer, steps=row.steps, prefill_s=row.prefill_s, total_s=row.total_s)
+        DecodeResult(
+            tokens=row.answer,
+            steps=row.steps,
+            prefill_s=row.prefill_s,
+            prefill_rows=row.prefill_rows,
+            total_s=row.total_s,
+        )
         for row in sorted(loop.run(rows), key=lambda row: row.number)
     ]
 
@@ -279,24 +271,27 @@ def prepare(
     *,
     max_new_tokens: int,
     draft_config: DraftConfig | None,
+    batch_size: int | None = None,
     name: str = "prompt {} of the batch",
     **settings: Any,
 ) -> DecodeLoop:
-    """Return a loop that decodes ``prompts`` at once; reject prompts and settings that do not fit together.
+    """Return a loop that decodes ``prompts``, up to ``batch_size`` (None: all) at once.
 
     ``settings`` are the other fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    rows = len(prompts) if batch_size is None else min(batch_size, len(prompts))
+    for setting, value in (("max_new_tokens", max_new_tokens), ("batch_size", rows)):
+        if value < 1:
+            raise UserError(f"{setting} must be at least 1, got {value}")
     for number, ids in enumerate(prompts):
         check_ids(base, ids, max_new_tokens, name.format(number) if len(prompts) > 1 else "the prompt")
-    draft_config = draft_config or default_draft_config(drafter, len(prompts))
+    draft_config = draft_config or default_draft_config(drafter, rows)
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):
-        draft_config = draft_config.at_most(drafter.depth)
-    if draft_config.adaptive is not None and len(prompts) > 1:
+        draft_config = draft_config.truncate(drafter.depth)
+    if draft_config.adaptive is not None and rows > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
         raise UserError(
-            f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode them one by one, or set "
+            f"an adaptive draft length needs one prompt at a time, got {rows}; set batch_size=1 or "
             "draft_config.adaptive=None"
         )
     check_drafter(base, drafter, draft_config, settings["rule"])
@@ -305,18 +300,15 @@ def prepare(
         drafter=drafter,
         config=DecodeConfig(draft_config=draft_config, **settings),
         max_new_tokens=max_new_tokens,
-        batch_size=len(prompts),
+        batch_size=rows,
         capacity=max(map(len, prompts)) + max_new_tokens,
     )
 
 
 def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: str) -> None:
-    """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``.
-
-    ``where`` names the prompt in messages.
-    """
+    """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``."""
     if not ids:
-        raise UserError(f"{where} is empty; give at least one token, or leave it out")
+        raise UserError(f"{where} is empty; give at least one token")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < base.vocab_size), None)
     if outside is not None:
         raise UserError(
@@ -346,11 +338,8 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
             "the drafter with target=base"
         )
     if drafter.base_fingerprint is not None and not same_base(drafter.base_fingerprint, base.fingerprint):
-        raise UserError(
-            f"the draft head was loaded for another base than {base.name}; load the head with this base "
-            "(load_head(name, base))"
-        )
-    if draft_config.prefix_threshold > 0 and not drafter.says_confidence:
+        raise UserError(f"the draft head was loaded for another base than {base.name}; use load_head(name, base)")
+    if draft_config.prefix_threshold > 0 and not drafter.has_confidence:
         raise UserError(
             f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that predicts how likely its drafts "
             "are accepted, such as a head trained with head.confidence=true; use one, or leave out prefix_threshold"

@@ -20,15 +20,13 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
-from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TreeShape
 from drafthead.system.devices import on_device
 
 ROW_BY_ROW = 32
 """Rows of a batch are read together, in one padded pass, if each has at most this many unread positions. Otherwise they
 are read one by one, because the masks of a padded pass would cost more."""
-INITIAL_CAPACITY = 256
-"""Spare positions of a new cache; capacity doubles when they are used up."""
+INITIAL_CAPACITY = 256  # spare positions of a new cache; capacity doubles when they are used up
 
 
 def add_nodes(ancestors: Tensor | None, parents: Tensor) -> Tensor:
@@ -75,7 +73,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def new_cache(self, capacity: int, rows: int) -> TreeCache:
-        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions, possibly with static shapes."""
+        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions."""
 
     @abstractmethod
     def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
@@ -92,26 +90,26 @@ class NodeCache(ABC):
 
     @property
     def cache(self) -> TreeCache:
-        """The key/value cache, which exists after the first pass."""
         assert self._cache is not None
         return self._cache
 
     @property
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row; None: none."""
+        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row."""
         return None if self._unread is None else (self._unread, self._counts)
 
     @torch.inference_mode()
-    def commit(self, inputs: Tensor, counts: list[int], slots: Tensor | None = None) -> list[int]:
+    def append(self, inputs: Tensor, counts: list[int], slots: Tensor | None = None) -> list[int]:
         """Commit the first ``counts[b]`` of ``inputs`` [B, T, ...] in each row b, and remove all drafted nodes.
 
         ``slots`` [B, T] int64: number of the drafted node that became each input, in the order of drafting from 0; -1:
         the input was not drafted. Leading inputs with a slot keep their keys and values. The model runs over the others
-        at the next ``start``; over those of the first commit, which are the prompts, at once. None: all are -1.
+        at the next ``start``, but over prompts (the first inputs of a row) at once. None: all are -1.
 
         Returns:
             The number of inputs of each row that kept their keys and values.
         """
+        has_prompt = any(count and not length for count, length in zip(counts, self.lengths, strict=True))
         kept = [0] * len(counts)
         if slots is not None:
             # Count each row's leading inputs that were read.
@@ -132,14 +130,13 @@ class NodeCache(ABC):
             offsets = on_device(kept, inputs.device)[:, None] + torch.arange(width, device=inputs.device)
             rows = torch.arange(len(counts), device=inputs.device)[:, None]
             self._unread = inputs[rows, offsets.clamp(max=inputs.shape[1] - 1)]
-        self._last_out = None
-        if self._cache is None:
+        if has_prompt:
             self._catch_up()
         return kept
 
     @torch.inference_mode()
     def read_all(self) -> Tensor:
-        """Run the model over the inputs of the last ``commit``; return its output at each row's last input, [B, D].
+        """Run the model over the inputs of the last ``append``; return its output at each row's last input, [B, D].
 
         Call this before ``start``, which runs the model over them, too, but does not return these outputs.
         """
@@ -154,20 +151,26 @@ class NodeCache(ABC):
             return
         unread, counts, self._unread = self._unread, self._counts, None
         self._reserve(unread.shape[1])
-        if unread.shape[1] > ROW_BY_ROW and self.cache.rows > 1:
-            last = []
-            for row, count in enumerate(counts):
-                inputs = unread[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
-                last.append(self.run(inputs, self.cache.row(row), [count], None)[:, -1])
-            self._last_out = torch.cat(last)
-        elif unread.shape[1]:
-            self._last_out = last_valid(self.run(unread, self.cache, counts, None), counts)
+        rows = [row for row, count in enumerate(counts) if count]
+        if rows and self.cache.rows > 1 and (len(rows) == 1 or unread.shape[1] > ROW_BY_ROW):
+            last = torch.cat(
+                [
+                    self.run(unread[row : row + 1, : counts[row]], self.cache.row(row), [counts[row]], None)[:, -1]
+                    for row in rows
+                ]
+            )
+            before = last.new_zeros(len(counts), last.shape[1]) if self._last_out is None else self._last_out
+            self._last_out = before.index_copy(0, on_device(rows, last.device), last)
+        elif rows:
+            out = self.run(unread, self.cache, counts, None)
+            before = torch.zeros_like(out[:, 0]) if self._last_out is None else self._last_out
+            self._last_out = last_valid(out, counts, before)
         self._advance(counts)
 
     def shared_cache(self, extra: int, nodes: int) -> TreeCache:
         """Return the cache with all committed inputs, for a caller that appends up to ``extra`` drafted positions.
 
-        The first ``nodes`` of these positions are a chain of drafts with slots 0, 1, ..., which ``commit`` may keep.
+        The first ``nodes`` of these positions are a chain of drafts with slots 0, 1, ..., which ``append`` may keep.
         """
         self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
@@ -218,15 +221,14 @@ class NodeCache(ABC):
 
     def rollback(self, lengths: list[int]) -> None:
         """Remove all but the first ``lengths`` committed inputs of each row, and all drafted nodes."""
-        self._counts = [max(0, n - read) for n, read in zip(lengths, self._read, strict=True)]
+        known = zip(lengths, self._read, self._counts, strict=True)
+        self._counts = [min(count, max(0, n - read)) for n, read, count in known]
         self._read = [min(n, read) for n, read in zip(lengths, self._read, strict=True)]
         if not any(self._counts):
             self._unread = None
-        self._last_out = None
         self._drop_nodes()
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, and remove all drafted nodes."""
         self._drop_nodes()
         self._read, self._counts = [self._read[row] for row in rows], [self._counts[row] for row in rows]
         self._unread = None if self._unread is None else take_rows(self._unread, rows)
@@ -277,7 +279,7 @@ class LMSession(StepwiseSession):
         self, drafter: StepwiseDrafter, model: BaseModel, rows: int, logits: Callable[[Tensor], Tensor]
     ) -> None:
         """Draft with ``model`` for ``rows`` rows; ``logits`` maps hidden states [B, F, D] to draft logits [B, F, W]."""
-        self.drafter, self._model, self._logits = drafter, model, logits
+        self.drafter, self._logits = drafter, logits
         self.context = ModelCache(model, rows)
         self._slots: Tensor | None = None
         self._starts = False
@@ -286,6 +288,10 @@ class LMSession(StepwiseSession):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return self.context.lengths
 
+    @property
+    def room(self) -> int:
+        return self.context.model.max_context - max(self.lengths) - 1
+
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
@@ -293,17 +299,11 @@ class LMSession(StepwiseSession):
         if nodes is not None and slots is not None:
             drafted = slots.expand(len(nodes), -1).gather(1, nodes.clamp(min=0))
             slots = torch.where(nodes < 0, -1, drafted)
-        self.context.commit(tokens, counts, None if nodes is None else slots)
+        self.context.append(tokens, counts, None if nodes is None else slots)
 
-    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        deepest = self._model.max_context - max(self.lengths) - 1
-        proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
-        self.drafted(proposal)
-        return proposal
-
-    def drafted(self, proposal: Proposal) -> None:
-        """Store the slots of ``proposal``, a tree that was grown from this session's logits, for ``commit``."""
+    def drafted(self, proposal: Proposal) -> Proposal:
         self._slots = proposal.slots
+        return proposal
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         self._starts = True

@@ -50,19 +50,12 @@ class ProcessedSampler:
     """
 
     plain_greedy = False
-
-    description = ""
-    """The settings of ``generate`` that the processors apply, as text for the user."""
+    description = ""  # the settings of ``generate`` that the processors apply
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
-        """Create a sampler for given prompts.
+        """Create a sampler for ``prompts`` [B, T], with ``padding`` padding tokens on the left of each.
 
-        Args:
-            processors: the processors, in the order of their calls.
-            prompts: [B, T] token ids, padded on the left.
-            padding: number of padding tokens of each prompt.
-            pad: token id for padding on the right.
-            sample: sample from the distribution; False: take the argmax.
+        ``pad`` is the token id for padding on the right. Without ``sample``, the argmax is taken.
         """
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
         for processor in processors:
@@ -76,10 +69,7 @@ class ProcessedSampler:
         ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions of the tokens after the n rows of ``contexts``, from their ``logits``: both [n, V].
-
-        In greedy decoding they are one-hot at the first argmax. ``contexts`` is None if no processor reads tokens.
-        """
+        """Return the distributions [n, V] of the tokens after the n rows of ``contexts``."""
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)

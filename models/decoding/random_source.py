@@ -15,8 +15,7 @@ from torch import Tensor
 
 from drafthead.system.devices import wide_dtype
 
-DRAFT, VERIFY = 0, 1
-"""Separate streams of random numbers, so that drafting does not change the numbers of verification."""
+DRAFT, VERIFY = 0, 1  # separate streams of random numbers, so that drafting does not change the numbers of verification
 
 
 class RandomSource(Protocol):
@@ -46,14 +45,7 @@ class PerRowRng:
     """
 
     def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
-        """Create the generators.
-
-        Args:
-            seeds: the seed of each row.
-            positions: the number of tokens in each row's answer before the step.
-            stream: ``DRAFT`` or ``VERIFY``.
-            device: device of the numbers.
-        """
+        """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``."""
         self._seeds, self._device, self._dtype = seeds, device, wide_dtype(device)
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
@@ -63,10 +55,9 @@ class PerRowRng:
         self._calls = 0
 
     def uniform(self, samples: bool, count: int, offset: int) -> Tensor:
-        """Return the next ``count`` random numbers in [0, 1) of each row, [B, count].
+        """Return the next ``count`` numbers in [0, 1) of each row, of a step that starts ``offset`` tokens later.
 
-        ``bernoulli`` and ``categorical`` use separate numbers: ``samples`` is True for those of ``categorical``. The
-        numbers are those of a step that starts ``offset`` tokens later in the answer.
+        ``bernoulli`` and ``categorical`` use separate numbers: ``samples`` is True for those of ``categorical``.
         """
         key = samples, offset
         if key not in self._generators:
@@ -113,5 +104,4 @@ def _generator(seed: int, use: int) -> np.random.Generator:
 
 
 _MASK = (1 << 64) - 1
-_BLOCK = 64
-"""Number of random numbers that are generated at once; a walk through a tree seldom needs more."""
+_BLOCK = 64  # number of random numbers that are generated at once; a walk through a tree seldom needs more

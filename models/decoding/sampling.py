@@ -35,12 +35,9 @@ from drafthead.settings.schema import (
 class Contexts:
     """The prompt and answer of every row so far: the tokens before those that are predicted."""
 
-    tokens: Tensor
-    """[B, T] int64. Shorter rows are padded on the right by repeating one of their tokens."""
-    lengths: Tensor
-    """[B] int64 number of tokens of each row, without padding."""
-    rows: list[int]
-    """Each row's number in the batch as it was at first, when it still had the rows that have ended since."""
+    tokens: Tensor  # [B, T] int64; shorter rows are padded on the right by repeating one of their tokens
+    lengths: Tensor  # [B] int64, without padding
+    rows: list[int]  # each row's number in the first batch, which still had the rows that have ended since
 
 
 class TargetSampler(Protocol):
@@ -81,7 +78,6 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
@@ -91,23 +87,15 @@ class Sampler:
 
     @property
     def reads_context(self) -> bool:
-        """True if there is a repetition penalty."""
         return self.repetition_penalty not in (None, 1)
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [B, V] of the tokens after ``contexts``, which a repetition penalty needs."""
         return self.probs(logits, None if contexts is None else contexts.tokens)
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
-        """Return the distributions from which the next tokens are drawn.
+        """Return the distributions [B, V] of the next tokens; at temperature 0 one-hot at the first argmax.
 
-        Args:
-            logits: [B, V].
-            context: [B, T] int64 tokens so far, for the repetition penalty. Shorter rows are padded by repeating one of
-                their tokens, because the penalty depends only on the set of tokens.
-
-        Returns:
-            [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.
+        ``context`` [B, T] int64 are the tokens so far, for the repetition penalty.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty is not None and self.reads_context:
@@ -161,8 +149,7 @@ def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
     return sampler if unchanged else replace(sampler, repetition_penalty=own)
 
 
-HEAD = 1024
-"""Number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus."""
+HEAD = 1024  # number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus
 
 
 class FastTopP(TopPLogitsWarper):  # type: ignore[misc]

@@ -53,15 +53,11 @@ class DecodeConfig:
     """Settings of a decode step: drafting, sampling and acceptance."""
 
     draft_config: DraftConfig
-    sampler: TargetSampler
-    """The output's distribution. Temperature 0 is greedy decoding."""
+    sampler: TargetSampler  # of the output
     rule: AcceptanceRule
-    return_probs: bool = False
-    """Return the target's distributions of the committed tokens (``Acceptance.probs``), for vertical cascades."""
-    eos_ids: frozenset[int] = frozenset()
-    """End-of-sequence tokens: nothing is committed after one of them."""
-    with_entropy: bool = False
-    """Measure ``StepRecord.entropy``."""
+    return_probs: bool = False  # ``Acceptance.probs``, for vertical cascades
+    eos_ids: frozenset[int] = frozenset()  # nothing is committed after one of them
+    with_entropy: bool = False  # measure ``StepRecord.entropy``
     timed: bool = False
     """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
     Without it, the time of unfinished device work counts in a later part; ``total_s`` is right either way."""
@@ -85,53 +81,57 @@ class Step:
     """The result of one decode step, for all rows of a batch."""
 
     tokens: list[list[int]]
-    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token. At
-    least one per row."""
-    records: list["StepRecord"]
-    """The record of each row, without ``total_s``."""
+    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token."""
+    records: list["StepRecord"]  # of each row, without ``total_s``
     proposal: Proposal
     acceptance: Acceptance
-    logits: Tensor
-    """[B, N, V]: the base's logits after every node of ``proposal``."""
-    hidden: HiddenStates
-    """[B, 1 + depth, ...]: the base's states after the root and after the accepted drafts, then padding."""
+    logits: Tensor  # [B, N, V]: the base's, after every node of ``proposal``
+    hidden: HiddenStates  # [B, 1 + depth, ...]: the base's, after the root and after the accepted drafts, then padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """Numbers of one decode step of one sequence. Times are those of the whole batch, in seconds."""
 
-    position: int
-    """Tokens of the answer before the step."""
-    proposed: int
-    """Drafted nodes, without the root."""
-    depth: int
-    """Drafts on the longest path."""
-    accepted: int
-    """Drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards."""
-    committed: int
-    """Tokens added to the answer: accepted drafts and the bonus, without those cut off."""
+    position: int  # tokens of the answer before the step
+    rows: int = 1  # answers that the step continued, this one included
+    proposed: int  # drafted nodes, without the root
+    depth: int  # drafts on the longest path
+    accepted: int  # drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards
+    committed: int  # tokens added to the answer: accepted drafts and the bonus, without those cut off
     entropy: float = float("nan")
     """Entropy, in nats, of the target's distribution of the step's first token, before temperature and top-p; nan
     unless it was measured."""
-    draft_s: float
-    """Time of drafting; see ``DecodeConfig.timed``."""
-    verify_s: float
-    """Time of the base's pass over the tree."""
-    total_s: float = 0.0
-    """Time of the whole step, which also accepts, commits and records."""
+    draft_s: float  # see ``DecodeConfig.timed``
+    verify_s: float  # the base's pass over the tree
+    total_s: float = 0.0  # the whole step, which also accepts, commits and records
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
     """One decoded answer with the records of its steps. Times in seconds."""
 
-    tokens: list[int]
-    """Tokens of the answer; if EOS ended it, EOS is the last."""
+    tokens: list[int]  # of the answer; if EOS ended it, EOS is the last
     steps: list[StepRecord]
-    prefill_s: float
-    """Time to read the prompt, which gives the first token. That token belongs to no step."""
+    prefill_s: float  # time to read the prompt, which gives the first token: it belongs to no step
+    prefill_rows: int = 1  # prompts that were read in this time
     total_s: float
+    text: str = ""  # the answer's text, from ``drafthead.generate``
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens added per step: accepted drafts and the target's own token. 1 in plain decoding."""
+        return mean_accepted_length(self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the answer, divided by the time of prefill and decoding."""
+        return len(self.tokens) / self.total_s
+
+
+def mean_accepted_length(steps: Sequence[StepRecord]) -> float:
+    """Return the mean number of tokens that ``steps`` added; 1 without steps."""
+    return sum(step.committed for step in steps) / len(steps) if steps else 1.0
 
 
 class DecodeState:
@@ -170,13 +170,8 @@ class DecodeState:
     ) -> "DecodeState":
         """Return a state of ``rows`` rows without tokens.
 
-        Args:
-            base: the target.
-            drafter: the drafter, or None for decoding without drafts.
-            config: settings of the steps.
-            rows: number of rows.
-            capacity: largest number of tokens in a row, including the nodes of one tree.
-            nodes: largest number of nodes in a tree; None: that of the tree of ``config``.
+        ``capacity`` is the largest number of tokens in a row, including the nodes of one tree. A tree has up to
+        ``nodes`` nodes (None: those of the tree of ``config``).
         """
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
@@ -191,8 +186,8 @@ class DecodeState:
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
 
-        The common beginning is shorter than every prompt, because each row must read at least one token itself. With
-        fewer than two prompts, do nothing. Only for decoding without a drafter.
+        The common beginning is shorter than every prompt, because each row must read at least one token itself. Only
+        for decoding without a drafter.
         """
         if len(prompts) > 1 and (ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1])):
             cache = self.base.new_cache(len(ids))
@@ -206,18 +201,17 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill the rows one by one and set the first answer token of each row as its last token.
+        """Prefill the rows one by one, and set the first answer token of each row as its last token.
 
         Args:
             prompts: token ids of each prompt.
             rng: random numbers for the first tokens; None for greedy decoding.
             first: [B] int64 the first tokens of the answers, if they are already known.
-            rows: rows that the prompts replace, by default all. With a drafter, rows cannot be replaced.
+            rows: rows whose answers the prompts replace: a single one, or None for all.
 
         Returns:
             The base's final hidden states of each prompt, [T, D].
         """
-        assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
         hidden_states = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
@@ -227,7 +221,11 @@ class DecodeState:
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._extend_contexts(tokens, counts, rows)
         if self.session is not None:
-            self.session.commit(tokens, [len(ids) for ids in prompts], pad_rows(hidden_states))
+            self.session.reset(rows)
+            lengths, size = dict(zip(rows, map(len, prompts), strict=True)), self.cache.rows
+            # Rows that the prompts do not replace get no tokens: a single prompt's stand in as padding.
+            hidden = pad_rows(hidden_states).map(lambda states: states.expand(size, -1, -1))
+            self.session.commit(tokens.expand(size, -1), [lengths.get(row, 0) for row in range(size)], hidden)
         if first is None:
             logits = self.base.logits(torch.cat([states.final[:, -1] for states in hidden_states]))
             if self.config.sampler.plain_greedy:
@@ -262,72 +260,30 @@ class DecodeState:
     ) -> Step:
         """Draft, verify, accept and commit for all rows.
 
-        Args:
-            seeds: seed of each row's random numbers.
-            positions: number of tokens in each row's answer; with the seed, it decides the random numbers of the step.
-            depth: largest number of levels to draft; None: all levels of the tree.
-            most_tokens: largest number of tokens to commit in each row; None: no limit.
+        ``seeds`` and ``positions`` (tokens in each row's answer) decide the random numbers of the step. ``depth`` and
+        ``most_tokens`` are the largest numbers of levels to draft, and of tokens to commit in each row; None: no limit.
         """
-        config = self.config
         started = perf_counter()
-        draft_config = config.draft_config if depth is None else config.draft_config.at_most(depth)
-        if self.session is None or draft_config.depth == 0:
-            proposal = root_only(self.last_token)
-        else:
-            sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
-            rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
-            proposal = self.session.draft(self.last_token, draft_config, rng)
-        if config.timed:
-            self.base.synchronise()
-        drafted = perf_counter()
+        proposal = self._draft(seeds, positions, depth)
+        drafted = self._time()
         hidden, logits = self.base.verify_logits(
             proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
         )
-        choices = logits.argmax(-1) if config.greedy else None
-        if config.timed:
-            self.base.synchronise()
-        verified = perf_counter()
-        if choices is not None:
-            acceptance = greedy(proposal, choices)
-        else:
-            target = target_probs(logits, config.sampler, self._contexts(list(range(len(positions)))), proposal)
-            rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
-            acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
-        # The base read the root in this step, but the root was committed in the step before. The bonus is committed in
-        # this step, but will be read in the next. With two accepted drafts x1 and x2:
-        #   path    root  x1  x2     (pad)    nodes whose keys, values and states are committed
-        #   tokens  x1    x2  bonus  (pad)    tokens that are appended to the answer
-        nodes = acceptance.nodes
-        path = proposal.tokens.gather(1, nodes)
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room for the bonus
-        tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
+        choices = logits.argmax(-1) if self.config.greedy else None
+        verified = self._time()
+        acceptance = self._accept(proposal, logits, choices, seeds, positions)
+        path, tokens = _path(proposal, acceptance)
         counts = self._truncated(tokens, acceptance.accepted + 1, most_tokens)
-        hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         numbers = {"committed": counts, "accepted": acceptance.accepted, **_sizes(proposal)}  # [B] each
-        if config.with_entropy:
-            scores = logits[:, 0].float()
-            probabilities = scores.softmax(-1)
-            # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
-            log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-            numbers["entropy"] = log_sum - torch.linalg.vecdot(probabilities, scores)
-        # The only wait for the device: everything that the host needs, in one tensor [B, numbers, then tokens].
-        wide = wide_dtype(tokens.device)
-        columns = [number.to(wide)[:, None] for number in numbers.values()]
-        host = torch.cat([*columns, tokens.to(wide)], 1).tolist()
-        records: list[dict[str, Any]] = [
-            {name: n if name == "entropy" else int(n) for name, n in zip(numbers, row, strict=False)} for row in host
-        ]
-        committed = [record["committed"] for record in records]
-        self.cache.commit_path(nodes, committed)
-        if self.session is not None:
-            self.session.commit(path, committed, hidden, nodes)
+        if self.config.with_entropy:
+            numbers["entropy"] = _entropy(logits[:, 0].float())
+        hidden = hidden.map(lambda h: h.gather(1, acceptance.nodes[..., None].expand(-1, -1, h.shape[-1])))
+        records, answers = _on_host(numbers, tokens)
+        self._commit(acceptance.nodes, path, hidden, [len(answer) for answer in answers])
         self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
         return Step(
-            tokens=[
-                [int(token) for token in row[len(numbers) :][:count]]
-                for row, count in zip(host, committed, strict=True)
-            ],
+            tokens=answers,
             records=[
                 StepRecord(position=position, draft_s=drafted - started, verify_s=verified - drafted, **record)
                 for position, record in zip(positions, records, strict=True)
@@ -338,11 +294,37 @@ class DecodeState:
             hidden=hidden,
         )
 
-    def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return each row's number of tokens to commit, [B]: at most ``counts`` and ``most_tokens`` (None: no limit).
+    def _draft(self, seeds: list[int], positions: list[int], depth: int | None) -> Proposal:
+        config = self.config.draft_config if depth is None else self.config.draft_config.truncate(depth)
+        if self.session is None or config.depth == 0:
+            return root_only(self.last_token)
+        is_sampled = config.draft_sampling is not DraftSampling.TOP_K
+        rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if is_sampled else None
+        return self.session.draft(self.last_token, config, rng)
 
-        It is cut further to end with the first EOS in the row's ``tokens``, if there is one.
-        """
+    def _accept(
+        self, proposal: Proposal, logits: Tensor, choices: Tensor | None, seeds: list[int], positions: list[int]
+    ) -> Acceptance:
+        """Accept a path of each tree; ``choices`` [B, N] are the target's argmax if decoding is greedy."""
+        if choices is not None:
+            return greedy(proposal, choices)
+        target = target_probs(logits, self.config.sampler, self._contexts(list(range(len(seeds)))), proposal)
+        rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
+        return self.config.rule.verify(proposal, target, rng, return_probs=self.config.return_probs)
+
+    def _commit(self, nodes: Tensor, path: Tensor, hidden: HiddenStates, counts: list[int]) -> None:
+        """Commit the first ``counts[b]`` of the accepted ``nodes`` [B, P] to the caches of base and drafter."""
+        self.cache.commit_path(nodes, counts)
+        if self.session is not None:
+            self.session.commit(path, counts, hidden, nodes)
+
+    def _time(self) -> float:
+        if self.config.timed:
+            self.base.synchronise()
+        return perf_counter()
+
+    def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
+        """Return each row's number of tokens to commit, [B]: ``counts``, cut to ``most_tokens`` and the first EOS."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -354,7 +336,7 @@ class DecodeState:
         return counts
 
     def _extend_contexts(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
-        """Append each row's first ``counts`` [B] of ``tokens`` [B, T] to the contexts of ``rows`` (None: all)."""
+        """Append each row's first ``counts`` of ``tokens`` [B, T] to the contexts of ``rows`` (None: all)."""
         if self._context is None:
             return
         index = on_device(range(len(self._context_lengths)) if rows is None else rows, tokens.device)
@@ -371,7 +353,6 @@ class DecodeState:
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
         self.cache.select(rows)
         if self.session is not None:
             self.session.select(rows)
@@ -384,8 +365,7 @@ class DecodeState:
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
     """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
 
-    ``logits`` [B, N, V] are the base's after all N nodes of ``proposal``. ``contexts`` has the tokens up to the roots,
-    included; None if ``sampler`` does not depend on earlier tokens.
+    ``logits`` [B, N, V] are those after all nodes. ``contexts`` has the tokens up to the roots, included.
     """
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
@@ -413,6 +393,41 @@ def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contex
     tokens = torch.cat([before, roots.expand(-1, per_row, shape.depth)], 2).scatter(2, positions, path)
     lengths = contexts.lengths[:, None] + depths.gather(1, nodes)
     return Contexts(tokens.flatten(0, 1), lengths.flatten(), [row for row in contexts.rows for _ in range(per_row)])
+
+
+def _path(proposal: Proposal, acceptance: Acceptance) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the accepted nodes, and the tokens to append to the answers, [B, P] each.
+
+    The base read the root in this step, but the root was committed in the step before. The bonus is committed in this
+    step, but will be read in the next. With two accepted drafts x1 and x2::
+
+        path    root  x1  x2     (pad)    nodes whose keys, values and states are committed
+        tokens  x1    x2  bonus  (pad)    tokens that are appended to the answer
+    """
+    path = proposal.tokens.gather(1, acceptance.nodes)
+    tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room for the bonus
+    return path, tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
+
+
+def _entropy(scores: Tensor) -> Tensor:
+    """Return the entropies [B], in nats, of the distributions of logits [B, V]."""
+    probabilities = scores.softmax(-1)
+    # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
+    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
+    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
+    return entropy
+
+
+def _on_host(numbers: dict[str, Tensor], tokens: Tensor) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return each row's ``numbers``, [B] each, and its committed tokens, of [B, P]: the step's only wait."""
+    wide = wide_dtype(tokens.device)
+    columns = [number.to(wide)[:, None] for number in numbers.values()]
+    records, answers = [], []
+    for row in torch.cat([*columns, tokens.to(wide)], 1).tolist():
+        record = {name: n if name == "entropy" else int(n) for name, n in zip(numbers, row, strict=False)}
+        records.append(record)
+        answers.append([int(token) for token in row[len(numbers) :][: record["committed"]]])
+    return records, answers
 
 
 def _sizes(proposal: Proposal) -> dict[str, Tensor]:

@@ -27,14 +27,14 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
-from drafthead.system.devices import on_device, reads_freely
+from drafthead.system.devices import is_host, on_device
 
 
 class CompositeDrafter(Drafter):
     """Base class of combinations of drafters; a subclass sets ``depth`` and ``tree`` and defines ``open``."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
-        """Combine ``drafters``, at least two; ``kind`` names the combination in error messages, such as "a relay"."""
+        """``kind`` names the combination in error messages, such as "a relay"."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
@@ -55,13 +55,18 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """Base class of sessions of ``CompositeDrafter``, which open one session per drafter; a subclass defines ``draft``.
-    The drafters' sessions all get the same committed tokens, and none uses the target's cache."""
+    """Base class of sessions with one session per drafter; a subclass defines ``draft``.
+
+    The drafters' sessions all get the same committed tokens, and none uses the target's cache.
+    """
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
-        self.lengths = [0] * rows
         self.sessions = [part.open(rows) for part in drafter.drafters]
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self.sessions[0].lengths
 
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
@@ -74,23 +79,19 @@ class CompositeSession(Session):
                 read = [base_hidden.layer(spec.layers.index(number)) for number in part.spec.layers]
                 hidden = HiddenStates(final=base_hidden.final, layers=torch.cat(read, -1) if read else None)
             session.commit(tokens, counts, hidden, self.nodes_of(session, nodes))
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        """Return the numbers that committed nodes have in the tree that ``session`` itself drafted.
+        """Return the numbers of ``nodes`` of the combined tree in the tree of ``session``, for its ``commit``.
 
-        ``nodes`` [B, T] are their numbers in the combined tree; None: unknown. The result, for ``Session.commit``, is
-        -1 for nodes that ``session`` did not draft. This base class returns None: ``session`` keeps none of its nodes.
+        This base class returns None: ``session`` keeps none of its nodes.
         """
         return None
 
     def select(self, rows: list[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
         for session in self.sessions:
             session.select(rows)
 
     def rollback(self, lengths: list[int]) -> None:
-        self.lengths = lengths
         for session in self.sessions:
             session.rollback(lengths)
 
@@ -120,11 +121,7 @@ class CombinedDrafter(CompositeDrafter):
     ) -> None:
         """Combine ``drafters``, whose candidates are tried in this order.
 
-        Args:
-            drafters: the drafters.
-            trees: a tree for each drafter; by default its own tree, or a chain over all its positions.
-            nodes: nodes up to which the first drafter fills the union, root included. None: it drafts its whole tree.
-            names: the drafters' names in reports; by default those of their classes.
+        By default each drafts its own tree, or a chain over all its positions. ``names`` are for reports.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
@@ -143,11 +140,7 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return a draft config for each drafter: ``draft_config`` with the drafter's own tree.
-
-        The tree is truncated to the depth of ``draft_config``. If ``draft_config`` has a dynamic tree, each drafter
-        instead gets this tree with an equal share of the nodes. Raise a UserError if there are too few nodes.
-        """
+        """Return ``draft_config`` with each drafter's own tree, or an equal share of the nodes of a dynamic tree."""
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -161,13 +154,13 @@ class CombinedDrafter(CompositeDrafter):
         if draft_config.nodes < needed:
             raise UserError(
                 f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}; "
-                "leave out the tree to draft all of them, or give the combined drafter smaller trees"
+                "leave out the tree to draft all of them"
             )
         return [replace(draft_config, tree=tree) for tree in trees]
 
 
 class CombinedSession(CompositeSession):
-    """A session that merges the trees drafted by its drafters' sessions."""
+    """Merges the trees of its drafters' sessions."""
 
     drafter: CombinedDrafter
 
@@ -181,13 +174,13 @@ class CombinedSession(CompositeSession):
         (head, head_config, session), *others = zip(
             drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True
         )
-        proposals = [other.draft(last_token, config.at_most(part.depth), rng) for part, config, other in others]
+        proposals = [other.draft(last_token, config.truncate(part.depth), rng) for part, config, other in others]
         # A device's trees have their full size, padding included, which would leave the head no room.
-        limited = reads_freely(last_token.device)
+        limited = is_host(last_token.device)
         if limited and drafter.nodes is not None and isinstance(head_config.tree, TokenTree):
             room = drafter.nodes - sum(len(p.shape) - 1 for p in proposals)
             head_config = replace(head_config, tree=head_config.tree.first(room))
-        first = session.draft(last_token, head_config.at_most(head.depth), rng)
+        first = session.draft(last_token, head_config.truncate(head.depth), rng)
         proposal, self._own_numbers = combine([first, *proposals])
         return proposal
 
@@ -235,7 +228,7 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
         numbers = [_list_nodes(table, n, len(p.shape), new_number, count) for n, p in enumerate(drafted)]
         own = [_at_nodes(at, torch.arange(at.shape[1], device=device).expand_as(at), count, -1) for at in numbers]
         children, prob_index = _candidates(drafted, numbers, count)
-        shape = TreeShape.from_parents(parents, width=None if reads_freely(device) else children.shape[2])
+        shape = TreeShape.from_parents(parents, width=None if is_host(device) else children.shape[2])
         probs = [p.probs for p in drafted if p.probs is not None]
         combined = Proposal(
             tokens=tokens,
@@ -266,7 +259,7 @@ class _Table:
         above = (shape.parents for shape in shapes)
         self.parents = joined(torch.where(p > 0, p + offset, p) for p, offset in zip(above, self.offsets, strict=False))
         self.owner = on_device([0, *(n for n, size in enumerate(sizes) for _ in range(size))], device)
-        free = reads_freely(device)
+        free = is_host(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
         """Largest depth at which two drafters can have nodes; deeper nodes cannot coincide."""
@@ -307,7 +300,7 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
     active[:, 0] = True
-    width = int(active.sum(1).max()) if reads_freely(same.device) else count
+    width = int(active.sum(1).max()) if is_host(same.device) else count
     # A stable sort moves nodes to the front in their order: parents stay before their children, padding comes last.
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
     new_number = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
@@ -357,6 +350,6 @@ def _candidates(proposals: Sequence[Proposal], numbers: list[Tensor], count: int
     children, prob_index = (torch.cat(columns, 2) for columns in zip(*by_drafter, strict=True))
     gaps = children == NO_CHILD
     order = gaps.sort(dim=2, stable=True).indices
-    if reads_freely(children.device):
+    if is_host(children.device):
         order = order[..., : max(1, int((~gaps).sum(2).max()))]
     return children.gather(2, order), prob_index.gather(2, order)

@@ -60,10 +60,7 @@ def custom_generate(
 ) -> Callable[..., Any]:
     """Return a function for ``model.generate(..., custom_generate=...)`` that drafts with ``head``.
 
-    Args:
-        head: folder or Hub repository of a head for the model, or a loaded head.
-        revision: branch, tag or commit of the repository; None is its newest commit.
-        draft_config: what to draft; by default the head's calibrated tree, or a chain over all its positions.
+    ``head`` is a folder or a Hub repository (with an optional ``revision``), or a loaded head.
     """
     source = head if isinstance(head, DraftHead) else resolve_folder(head, revision)
 
@@ -98,8 +95,7 @@ def custom_generate(
 def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutput | Tensor:
     """Answer a running ``model.generate(custom_generate=FOLDER_OR_REPOSITORY, ...)`` with the head in that folder.
 
-    The ``custom_generate/generate.py`` of saved heads calls this function. transformers passes it the other
-    ``arguments`` of the call.
+    The ``custom_generate/generate.py`` of saved heads calls this function.
     """
     source = _arguments_of_generate().get("custom_generate")
     if not isinstance(source, str):
@@ -111,12 +107,11 @@ def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutpu
     return type(model).generate(model, **arguments, custom_generate=decode)
 
 
-_folder = lru_cache(maxsize=8)(resolve_folder)
-"""``resolve_folder`` with a cache, so that a Hub repository is looked up once per process."""
+_folder = lru_cache(maxsize=8)(resolve_folder)  # looks up a Hub repository once per process
 
 
 def _arguments_of_generate() -> dict[str, Any]:
-    """Return the arguments of the running ``model.generate``; {} if none is running.
+    """Return the arguments of the running ``model.generate``, if one is running.
 
     transformers does not pass streamer, tokenizer and ``custom_generate`` to a custom function, so they are read from
     the stack. Keywords come from the frame that called ``generate``, because ``generate`` changes its own copy.
@@ -135,10 +130,7 @@ def _arguments_of_generate() -> dict[str, Any]:
 def _check_call(
     model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], call: dict[str, Any]
 ) -> list[int]:
-    """Reject arguments of ``generate`` that drafting does not support; return each row's number of padding tokens.
-
-    ``model_kwargs`` are the keywords for the model, and ``call`` is the result of ``_arguments_of_generate``.
-    """
+    """Reject arguments of ``generate`` that drafting does not support; return each row's number of padding tokens."""
     values = {name: call.get(name) or getattr(config, name, None) for name in UNSUPPORTED}
     given = [name for name, value in values.items() if value is True or value not in (None, 0, 1)]
     if getattr(model_kwargs.get(CACHE), "_is_user_defined", False):
@@ -170,13 +162,10 @@ class Replay:
     The decoding loop answers rows by several tokens per step, so a row may be ahead of these calls.
     """
 
-    ids: Tensor
-    """[B, T] the left-padded prompts, followed by the tokens of earlier steps if criteria or scores need them."""
-    padding: list[int]
-    """Number of padding tokens of each prompt."""
+    ids: Tensor  # [B, T] left-padded prompts, then the tokens of earlier steps if criteria or scores need them
+    padding: list[int]  # padding tokens of each prompt
     processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    """Stopping criteria, without those that ``max_new_tokens`` and ``eos_ids`` replace."""
+    criteria: StoppingCriteriaList  # without those that ``max_new_tokens`` and ``eos_ids`` replace
     config: GenerationConfig
     streamer: Any
 
@@ -201,14 +190,12 @@ class Replay:
             DecodingSequence(number=n, prompt=prompts[n], seed=seeds[n], on_tokens=self.advance) for n in range(count)
         ]
         self.finished = [False] * count
-        self.tokens: list[list[int]] = []
-        """New tokens as [step][row]; for rows that have ended, the pad token if there is one."""
+        self.tokens: list[list[int]] = []  # [step][row]; for rows that have ended, the pad token if there is one
         wanted = bool(config.return_dict_in_generate)
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
 
     def run(self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None) -> None:
-        """Answer all rows with drafthead's decoding loop."""
         sampler: TargetSampler = Sampler()
         if self.config.do_sample or self.processors:
             sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
@@ -272,7 +259,6 @@ class Replay:
             row.ended |= all(self.finished) or (done and self.pad is not None)
 
     def output(self) -> GenerateDecoderOnlyOutput | Tensor:
-        """Return the ids [B, T], or with ``return_dict_in_generate`` the object that stock ``generate`` returns."""
         answers = on_device(self.tokens, self.ids.device).T
         sequences = torch.cat([self.ids[:, : self.width], answers], 1)
         if not self.config.return_dict_in_generate:
@@ -288,8 +274,7 @@ class _Attached:
     def __init__(self) -> None:
         self.lock = RLock()
         self.base: BaseModel | None = None
-        self.weights: tuple[object, ...] = ()
-        """Address and dtype of each of the model's weights when ``base`` was made."""
+        self.weights: tuple[object, ...] = ()  # address and dtype of each weight when ``base`` was made
         self.heads: dict[tuple[str, int], DraftHead] = {}
         """The last head, by its folder and the modification time (in ns) of ``model.safetensors``, 0 without one."""
 
@@ -299,7 +284,7 @@ class _Attached:
 
 @contextmanager
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
-    """Yield a base that wraps ``model``, and the head that ``source`` is: a saved head's folder or a loaded head.
+    """Yield a base that wraps ``model``, and the head of ``source``, a saved head's folder or a loaded head.
 
     The first call compares the model with stock transformers and loads the head. Later calls compare again only if
     weights have moved or have another dtype. The head is loaded again in these cases, for another folder, and if its
@@ -342,7 +327,6 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
 
 
 def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:
-    """Return a base that wraps ``model``, and the head that ``source`` is; reuse those in ``state`` if still valid."""
     weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
     if state.base is None or weights != state.weights:
         state.base, state.weights, state.heads = BaseModel.wrap(model, None), weights, {}

@@ -19,10 +19,10 @@ class LMDrafter(Drafter):
     """Base class of drafters that use a causal LM with the target's tokenizer; a subclass defines ``open``."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
-        """Draft up to ``num_tokens`` tokens per path with ``model``, which must be on the target's device.
+        """Draft with ``model``, which must be on the target's device.
 
-        ``target`` is the model to draft for. With None, its vocabulary must have as many ids as that of ``model``. If
-        the target's vocabulary has more (padding), the additional ids are never drafted.
+        Without ``target``, its vocabulary must have as many ids as that of ``model``. If the target's vocabulary has
+        more (padding), the additional ids are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")

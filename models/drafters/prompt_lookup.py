@@ -24,12 +24,10 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
-from drafthead.system.devices import on_device, reads_freely
+from drafthead.system.devices import is_host, on_device
 
-SEPARATOR = -1
-"""Separator between remembered answers, which equals no token id."""
-NO_TOKEN = -2
-"""Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
+SEPARATOR = -1  # between remembered answers
+NO_TOKEN = -2  # stands for a separator in the n-gram to look up, so that separators do not match each other
 
 
 class TokenBuffer:
@@ -40,7 +38,6 @@ class TokenBuffer:
         self.tokens, self.lengths = tokens, lengths
 
     def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
-        """Return a buffer with the first ``counts[b]`` of ``tokens`` [B, T] appended to row b."""
         lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         known = self.tokens.to(tokens.device)
         if len(counts) == 1:
@@ -53,7 +50,7 @@ class TokenBuffer:
 
     @property
     def ends(self) -> Tensor:
-        """The length of each row as a tensor, [B] int64."""
+        """[B] int64."""
         return on_device(self.lengths, self.tokens.device)
 
 
@@ -76,15 +73,11 @@ class PromptLookup(Drafter):
 
         Args:
             num_tokens: largest number of tokens to draft after a match.
-            max_ngram: length of the longest n-gram to search for; shorter ones, down to one token, are the fallback
-                (default of transformers: 2). None: no limit.
-            matches: number of matches to draft from. Longer matches are preferred, and of equally long ones the latest
-                (transformers: the first).
-            memory: number of tokens of the latest answers and their prompts that are searched too; 0: none.
-            per_match: largest number of drafts per token of the match; None: only ``num_tokens`` limits them.
-
-        Raises:
-            UserError: a number is below 1, or ``memory`` below 0.
+            max_ngram: length of the longest n-gram to search for (None: any); shorter ones are the fallback.
+            matches: number of matches to draft from: the longest, and of equally long ones the latest (transformers:
+                the first).
+            memory: number of tokens of the latest answers and their prompts that are searched too.
+            per_match: largest number of drafts per token of the match.
         """
         counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
         for name, value in counts.items():
@@ -162,7 +155,7 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(Session):
-    """A session that searches the committed tokens of its rows at every step."""
+    """Searches the committed tokens of its rows at every step."""
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter
@@ -184,7 +177,7 @@ class LookupSession(Session):
             return root_only(last_token)
         text = self._text.append(last_token[:, None], [1] * len(last_token))
         tokens, valid = self._drafter.continuations(text, last_token, depth)
-        free = reads_freely(last_token.device)
+        free = is_host(last_token.device)
         if free and not valid.any():
             return root_only(last_token)
         if free and valid.shape[:2] == (1, 1):
@@ -221,7 +214,7 @@ def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Prop
     parents = torch.zeros(rows, matches, depth, dtype=torch.int64, device=device)
     parents[..., 1:] = owner[..., :-1] * depth + step  # of node (m, k) in a table that starts with the root
     # Counting the nodes would wait for the device: unused ones are padding.
-    free = reads_freely(device)
+    free = is_host(device)
     width = int(active.sum(1).max()) if free else min(nodes - 1, matches * depth)
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
     index = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)

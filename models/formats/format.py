@@ -125,8 +125,7 @@ def cpu_memory(base: BaseParts) -> list[str]:
     Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free.
     """
     context = min(base.max_context, MOST_CONTEXT)
-    of_token = sum(tensor.nbytes for tensor in base.cache_shape.zeros(1, 1))
-    gigabytes = math.ceil(2 * context * of_token / 2**30)
+    gigabytes = math.ceil(2 * base.cache_shape.nbytes(context) / 2**30)
     return ["--max-model-len", str(context), "--kv-cache-memory-bytes", f"{gigabytes}G"]
 
 

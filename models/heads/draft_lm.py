@@ -20,9 +20,8 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Proposal
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.node_cache import LMSession
-from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -92,53 +91,37 @@ class DraftLM(DraftHead):
         prepack_linears(layers, self.config.inference_dtype(self.base))
         return with_layers(self.base, layers, self.norm, torch.float32, self._sources)
 
-    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the draft LM's states after its final norm, [B, T, D]; ``base_hidden`` is not read."""
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
         out = decoder(
             inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
             position_ids=batch.position_ids,
-            attention_mask=self._trunk.document_masks(batch.document_ids, batch.position_ids, dtype),
+            attention_mask=self._trunk.packed_masks(draft_targets.mask),
             use_cache=False,
         )
-        hidden: Tensor = out.last_hidden_state
+        hidden: Tensor = out.last_hidden_state.flatten(0, 1)[draft_targets.last_read]
         return hidden
 
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
-
-    def sink_states(
-        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
-    ) -> list[Tensor]:
-        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
-
-        All positions use the draft LM's state at ``x_{t+1}``.
-        """
-        return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
+    def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return hidden[:1]  # all positions use the draft LM's state at ``x_{t+1}``
 
 
 class DraftLMSession(HeadSession):
     """A session in which a causal LM computes the logits of each tree level; optional parts add to the logits."""
 
     def __init__(self, head: DraftLM, rows: int) -> None:
-        super().__init__(head, rows)
-        self._trunk = head.packed.get("trunk", head.inference_trunk)
-        self.lm: LMSession = LMSession(head, self._trunk, rows, lambda hidden: hidden)
-
-    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        deepest = self._trunk.max_context - max(self.lengths) - 1
-        proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
-        self.lm.drafted(proposal)
-        return proposal
+        trunk = head.packed.get("trunk", head.inference_trunk)
+        self._lm = LMSession(head, trunk, rows, lambda hidden: hidden)
+        super().__init__(head, rows, self._lm)
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self.lm.start(last_token, draft_config)
+        self._lm.start(last_token, draft_config)
 
     def draft_sinks(self) -> None:
         return None
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.lm.expand(tokens, parents)
+        x = self._lm.expand(tokens, parents)
         if k == 0 and self.copied is not None:
             self.copied.start(x)
         return x, self.draft_logits(x, k)

@@ -159,9 +159,9 @@ class DSparkHead(DraftHead):
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         return [cast(HeadDecoderLayer, layer) for layer in self.layers]
 
-    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        limit = self.config.places
-        return draft_targets.subset(limit) if self.training and limit else draft_targets
+    @property
+    def anchor_limit(self) -> int | None:
+        return self.config.places if self.training else None
 
     def fuse(self, states: Tensor) -> Tensor:
         """Map the base's concatenated states to the context that layers attend to: [..., layers * D] -> [..., D]."""
@@ -197,30 +197,23 @@ class DSparkHead(DraftHead):
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         depth = len(draft_targets.valid)
-        if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(depth, 0, self.base.hidden_size)
         assert base_hidden.layers is not None
         # Nothing is drafted after the last token of a document, and its states may be NaN.
         fused = self.fuse(torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0))
-        context = AnchorContext(batch, draft_targets, fused.dtype)
+        context = AnchorContext(batch, draft_targets)
         first_tokens = context.at_anchors(batch.input_ids.roll(-1, 1))
-        x = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num()).flatten(1, 2)  # [B, S P, D]
+        blocks = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num())  # [A, P, D]
+        x, fused = blocks.flatten(0, 1)[None], fused.flatten(0, 1)[None]
         positions = context.block_positions(torch.arange(1, self.config.slots + 1, device=x.device))
         for layer in self.decoder_layers:
             # Layers do not change the context: each computes its keys and values from the same fused states.
-            key, value = layer.self_attn.keys_values(fused, batch.position_ids)
+            key, value = layer.self_attn.keys_values(fused, context.positions)
             x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
-        slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
+        slots: Tensor = self.norm(x[0]).unflatten(0, (-1, self.config.slots))
+        return slots[:, self.first_slot : self.first_slot + depth].transpose(0, 1)
 
-    def sink_states(
-        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
-    ) -> list[Tensor]:
-        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
-
-        They are the position's own outputs, moved from the targets to the anchors.
-        """
-        return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
+    def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return hidden
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
@@ -250,18 +243,14 @@ class DSparkSession(HeadSession):
     """A session with a cache of the context's keys and values for all layers."""
 
     inference_head: DSparkHead
-    context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
-        super().__init__(head, rows)
         weight, dtype = head.fc.weight, head.config.inference_dtype(head.base)
         reader = head.packed.get("context", lambda: context_reader(head.decoder_layers, dtype))
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
-        self.context = LayerCache(reader, shape, rows)
-
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        assert base_hidden.layers is not None
-        context.commit(self.inference_head.fuse(base_hidden.layers), counts)
+        fuse = head.inference().fuse
+        self.context = LayerCache(reader, shape, rows, lambda base_hidden: fuse(cast(Tensor, base_hidden.layers)))
+        super().__init__(head, rows, self.context)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head

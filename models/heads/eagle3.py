@@ -30,7 +30,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import last_valid, take_rows
+from drafthead.models.decoding.drafter import last_valid, map_active, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
@@ -38,6 +38,7 @@ from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 from drafthead.settings.schema import Positive, PositiveFloat, settings
+from drafthead.system.devices import on_device
 
 
 class EagleLayer(HeadDecoderLayer):
@@ -207,23 +208,21 @@ class Eagle3Head(DraftHead):
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         steps = len(draft_targets.valid)
-        if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         # The last token of a document has no next token, and its states may be NaN.
         states = torch.where(has_next(batch.document_ids)[..., None], self._layer_states(base_hidden), 0.0)
-        feature, context = self.fuse(states), AnchorContext(batch, draft_targets, self.dtype)
-        pairs = torch.cat([self.embed(batch.input_ids.flatten().roll(-1).view_as(batch.input_ids)), feature], -1)
+        feature, context = self.fuse(states), AnchorContext(batch, draft_targets)
+        pairs = torch.cat([self.embed(batch.input_ids.roll(-1)), feature], -1)
         if not self.config.parallel:
             step = context.start(self.midlayer, pairs)
-            return self.unroll(context.at_anchors(feature), context.flat, context.index, batch, draft_targets, step)
-        slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
+            return self.unroll(context.at_anchors(feature), batch, draft_targets, step)
+        slots: Tensor = self.norm(self._at_once(context, pairs, steps))
+        return slots.transpose(0, 1)
 
     # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which
     # causal attention over the cache is enough (``EagleSession.block_inputs``).
 
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
-        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [B, S, K, D].
+        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [A, K, D].
 
         Position 0 is part of the context, whose inputs are ``pairs`` [B, T, 2 D], and is computed with it, by causal
         attention. Position i > 0 stands i tokens after its anchor. Its input is that of ``masked``. It sees the
@@ -231,7 +230,8 @@ class Eagle3Head(DraftHead):
         the context, and over the K - 1 masked positions of all anchors.
         """
         anchors = context.anchors
-        masked = self.masked(steps - 1).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S (K - 1), 2 D]
+        masked = self.masked(steps - 1).expand(len(anchors), -1, -1).flatten(0, 1)[None]  # [1, A (K - 1), 2 D]
+        pairs = pairs.flatten(0, 1)[None]
         positions = context.block_positions(torch.arange(1, steps, device=anchors.device))
         order = causal_mask(steps - 1, anchors.device)
         for layer in self.decoder_layers:
@@ -239,8 +239,8 @@ class Eagle3Head(DraftHead):
             pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.mask))
             if steps > 1:
                 masked = context.read_block(layer, masked, key, value, positions, order)
-        first = context.at_anchors(pairs)[:, :, None]
-        return first if steps == 1 else torch.cat([first, torch.unflatten(masked, 1, (-1, steps - 1))], 2)
+        first = context.at_anchors(pairs)[:, None]
+        return first if steps == 1 else torch.cat([first, torch.unflatten(masked[0], 0, (-1, steps - 1))], 1)
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
@@ -252,44 +252,64 @@ def published_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(0, count - 3)
 
 
-class EagleSession(HeadSession):
-    """A session whose layers read each token's embedding together with the feature of the token before."""
-
-    inference_head: Eagle3Head
+class EagleContext(LayerCache):
+    """Keys and values of layers that read each token's embedding together with the feature of the token before."""
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
-        super().__init__(head, rows)
-        weight, width = head.fc.weight, head.base.hidden_size
-        shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
-        stack = self.inference_head.decoder_layers
+        self._head, weight = head.inference(), head.fc.weight
+        stack = self._head.decoder_layers
 
         def layers(x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
             for layer in stack:
                 x = layer(x, positions, mask, cache)
             return x
 
-        self.context: LayerCache = LayerCache(layers, shape, rows)
-        self._feature = weight.new_full((rows, width), torch.nan)
-        """[B, D] feature of the last token that the base has read (NaN: none yet). The head reads it together with the
-        embedding of the next token, the tree's root."""
+        shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
+        super().__init__(layers, shape, rows)
+        self.feature = weight.new_zeros(rows, head.base.hidden_size)
+        """[B, D] feature of the last token that the base has read; zeros in an empty row. The head reads it together
+        with the embedding of the next token, the tree's root."""
+        self._is_empty = [True] * rows
 
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        head = self.inference_head
-        before = fused = head.fuse(head._layer_states(base_hidden))
-        if max(self.lengths) > 0:
-            pairs, pair_counts = tokens, counts
-            before = torch.cat([self._feature[:, None], fused[:, :-1]], 1)
-        else:  # the prompt's first token has no feature before it
-            pairs, pair_counts, before = tokens[:, 1:], [count - 1 for count in counts], fused[:, :-1]
-        context.commit(torch.cat([head.embed(pairs), before], -1), pair_counts)
-        self._feature = last_valid(fused, counts)
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        head = self._head
+        assert base_hidden is not None
+        fused = map_active(lambda states: head.fuse(head._layer_states(states)), base_hidden, counts)
+        before = torch.cat([self.feature[:, None], fused[:, :-1]], 1)
+        pairs = torch.cat([head.embed(tokens), before], -1)
+        # A prompt's first token has no feature before it, so its pair is left out.
+        skipped = [int(empty and count > 0) for empty, count in zip(self._is_empty, counts, strict=True)]
+        if any(skipped):
+            index = on_device(skipped, pairs.device)[:, None] + torch.arange(pairs.shape[1], device=pairs.device)
+            index = index.clamp(max=pairs.shape[1] - 1)
+            pairs = pairs.gather(1, index[..., None].expand(-1, -1, pairs.shape[2]))
+        self.append(pairs, [count - skip for count, skip in zip(counts, skipped, strict=True)])
+        self.feature = last_valid(fused, counts, self.feature)
+        self._is_empty = [empty and not count for empty, count in zip(self._is_empty, counts, strict=True)]
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)
-        self._feature = take_rows(self._feature, rows)
+        self.feature, self._is_empty = take_rows(self.feature, rows), [self._is_empty[row] for row in rows]
+
+    def rollback(self, lengths: list[int]) -> None:
+        super().rollback(lengths)
+        self._is_empty = [length == 0 for length in lengths]
+
+
+class EagleSession(HeadSession):
+    """A session whose layers read each token's embedding together with the feature of the token before."""
+
+    inference_head: Eagle3Head
+    context: EagleContext
+
+    def __init__(self, head: Eagle3Head, rows: int) -> None:
+        self.context = EagleContext(head, rows)
+        super().__init__(head, rows, self.context)
 
     def draft_hidden(self) -> Tensor:
-        return self._feature
+        return self.context.feature
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head

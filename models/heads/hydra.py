@@ -28,10 +28,10 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
-from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, norm_scale
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, Mask, norm_scale
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
-from drafthead.models.kernels.attention import document_mask
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.settings.schema import BelowOne, settings
 
 
@@ -113,7 +113,7 @@ class PrefixLayer(HeadDecoderLayer):
         with torch.no_grad():
             self.norm.weight.fill_(norm_scale(base).square().mean().sqrt())
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
         """Return the normed output of the decoder layer, [B, T, D], with the arguments of ``HeadAttention.forward``."""
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
@@ -139,34 +139,32 @@ class HydraHead(DraftHead):
     def projection_width(self) -> int:
         return self.base.hidden_size + self.config.projection_bias
 
-    def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
-        return HydraSession(self, rows)
+    def open(self, rows: int, cache: TreeCache | None = None) -> HeadSession:
+        return HeadSession(self, rows) if self.prefix is None else HydraPlusSession(self, rows)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         x = torch.cat([states[0], self.embed(tokens, self.config.unit_embeddings)], -1)
         out: Tensor = self.blocks[k](x)
         return F.pad(out, (0, 1), value=1.0) if self.config.projection_bias else out, (x,)
 
-    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         final = base_hidden.final.to(self.dtype)
         if self.prefix is None:
             return final
         # Hidden states that were not stored are NaN, and NaN times a zero weight is still NaN.
-        mask = document_mask(batch.document_ids, final.dtype)
-        prefixed: Tensor = self.prefix(final.nan_to_num(), batch.position_ids, mask)
+        prefixed: Tensor = self.prefix(final.nan_to_num(), batch.position_ids, draft_targets.mask)
         return prefixed
 
 
-class HydraSession(HeadSession):
-    """A session that, with Hydra++, runs the prefix layer over the committed tokens."""
-
-    inference_head: HydraHead
+class HydraPlusSession(HeadSession):
+    """A session that runs the prefix layer of Hydra++ over the committed tokens."""
 
     def __init__(self, head: HydraHead, rows: int) -> None:
-        super().__init__(head, rows)
-        if head.prefix is not None:
-            shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
-            self.context = LayerCache(cast(Layer, self.inference_head.prefix), shape, rows)
+        prefix, dtype = cast(PrefixLayer, head.prefix), head.dtype
+        shape = prefix.self_attn.cache_shape(dtype, head.base.device)
+        layer = cast(Layer, head.inference().prefix)
+        self.context = LayerCache(layer, shape, rows, lambda base_hidden: base_hidden.final.to(dtype))
+        super().__init__(head, rows, self.context)
 
     def draft_hidden(self) -> Tensor:
-        return self.hidden if self.context is None else self.context.read_all()
+        return self.context.read_all()

@@ -23,36 +23,50 @@ from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal, SessionPart
 from drafthead.models.decoding.node_cache import LMSession, add_nodes, pending_shape
-from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
+from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm, Mask
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets
-from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import BelowOne, Positive, settings
-from drafthead.system.devices import reads_freely
+from drafthead.system.devices import is_host
 
 
-class ExitStates:
+class ExitStates(SessionPart):
     """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache.
 
-    Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``.
+    Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``. Committed positions are in
+    the cache, which belongs to the decoder.
     """
 
-    def __init__(self, first: BaseModel, cache: TreeCache) -> None:
-        """Start after the committed positions of the target's ``cache``; ``first`` is the model of its first layers."""
-        self._model, self._cache = first, cache.first_layers(first.num_layers)
+    def __init__(self, first: BaseModel, target: TreeCache) -> None:
+        self._model, self._target = first, target
+
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        """Start a tree after the committed positions."""
+        self._cache = self._target.first_layers(self._model.num_layers)
         self._hidden: list[Tensor] = []
         self._ancestors: Tensor | None = None
         self._level = self._count = 0  # number of the first node of the last level; nodes read so far
+        self._is_static = isinstance(draft_config.tree, TokenTree)
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        pass
+
+    def select(self, rows: list[int]) -> None:
+        pass
+
+    def rollback(self, lengths: list[int]) -> None:
+        pass
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
 
-        ``tokens`` [B, F] are the nodes' tokens, and ``parents`` [B, F] their parents' indices on the level above.
+        ``parents`` [B, F] are indices on the level above.
         """
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
@@ -63,22 +77,23 @@ class ExitStates:
         self._hidden.append(self._model.verify(tokens, pending_shape(self._ancestors), self._cache).final)
         return self._hidden[-1]
 
-    def finish(self, proposal: Proposal, static: bool) -> PartialForward:
-        """Run the layers over the nodes of ``proposal`` that drafting has not read; return outputs for all its nodes.
+    def drafted(self, proposal: Proposal) -> Proposal:
+        """Run the layers over the nodes of ``proposal`` that drafting has not read; add the outputs for all its nodes.
 
-        Drafting reads a node only to draft after it, so the tree's leaves are unread. In a dynamic tree (``static``
-        false), it may have read nodes that are not in the proposal. The cache then loses these nodes and gets the
-        proposal's order, as verification expects.
+        Drafting reads a node only to draft after it, so the tree's leaves are unread. In a dynamic tree, it may have
+        read nodes that are not in the proposal. The cache then loses these nodes and gets the proposal's order, as
+        verification expects.
         """
-        assert proposal.slots is not None
+        if proposal.slots is None:  # the root alone
+            return proposal
         numbers = proposal.slots.expand_as(proposal.tokens).clone()
         parents = proposal.shape.parents.expand_as(proposal.tokens)
         numbers[:, 1:].masked_fill_(parents[:, 1:] < 0, 0)  # padding, which is not used
         unread = numbers < 0
-        if reads_freely(unread.device):
+        if is_host(unread.device):
             width = int(unread.sum(1).max())
         else:  # drafting has not stopped early, so it has read the root and every inner node of a static tree
-            width = unread.shape[1] - (self._count if static else 1)
+            width = unread.shape[1] - (self._count if self._is_static else 1)
         if width:
             # Rows with fewer unread nodes read other nodes again; these results are not used.
             nodes = unread.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
@@ -88,17 +103,12 @@ class ExitStates:
             numbers.scatter_(1, nodes, torch.where(unread.gather(1, nodes), new_numbers, numbers.gather(1, nodes)))
         self._cache.commit_path(numbers, [numbers.shape[1]] * len(numbers))
         hidden = torch.cat(self._hidden, 1)
-        return PartialForward(
-            layers=self._model.num_layers,
-            hidden=hidden.gather(1, numbers[..., None].expand(-1, -1, hidden.shape[-1])),
-        )
+        read = hidden.gather(1, numbers[..., None].expand(-1, -1, hidden.shape[-1]))
+        return replace(proposal, partial_forward=PartialForward(layers=self._model.num_layers, hidden=read))
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Reject ``base`` if its states differ when the layers ``first`` run alone and the others continue.
-
-    Each base is tested once.
-    """
+    """Reject ``base``, once, if its states differ when the layers ``first`` run alone and the others continue."""
     check = f"early exit after {first.num_layers}"
     if base.device.type == "meta" or check_key(base, check) in PASSED:
         return
@@ -156,17 +166,12 @@ class KangarooHead(DraftHead):
         self.first_layers = first_layers(base, config.exit_layer)
         check_early_exit(base, self.first_layers)
 
-    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the adapter's outputs for all positions of the batch, [B, T, D]."""
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         # States that were not stored are NaN; zeros have no effect on values and gradients.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
-        mask = document_mask(batch.document_ids, x.dtype)
-        return self.adapter(x, batch.position_ids, mask)
+        return self.adapter(x, batch.position_ids, draft_targets.mask).flatten(0, 1)[draft_targets.last_read]
 
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
-
-    def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
+    def adapter(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
         """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D].
 
         The other arguments are those of ``HeadAttention.forward``.
@@ -186,43 +191,20 @@ class KangarooHead(DraftHead):
 class KangarooSession(HeadSession):
     """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head.
 
-    The first layers write into the target's cache, which belongs to the decoder. Without a target's cache (replay,
-    calibration), they have a cache of their own, in ``lm``.
+    The first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own.
     """
 
-    inference_head: KangarooHead
-    context: LayerCache
-
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
-        super().__init__(head, rows)
-        self._first, self._target = head.first_layers, target
-        adapter, shape = self.inference_head.adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
-        self.context = LayerCache(lambda x, *rest: adapter(x.float(), *rest), shape, rows)
-        self.lm = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
-        self._exit: ExitStates | LMSession
-
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        context.commit(base_hidden.layer(0), counts)
-
-    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        proposal = super().draft(last_token, draft_config, rng)
-        if self.lm is not None:
-            self.lm.drafted(proposal)
-        elif draft_config.depth:
-            assert isinstance(self._exit, ExitStates)
-            with torch.inference_mode():
-                proposal = replace(
-                    proposal, partial_forward=self._exit.finish(proposal, isinstance(draft_config.tree, TokenTree))
-                )
-        return proposal
+        adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
+        self.context = LayerCache(
+            lambda x, *rest: adapter(x.float(), *rest), shape, rows, lambda base_hidden: base_hidden.layer(0)
+        )
+        first = head.first_layers
+        self._exit = LMSession(head, first, rows, lambda x: x) if target is None else ExitStates(first, target)
+        super().__init__(head, rows, self.context, self._exit)
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        if self.lm is None:
-            assert self._target is not None
-            self._exit = ExitStates(self._first, self._target)
-        else:
-            self._exit = self.lm
-            self.lm.start(last_token, draft_config)
+        self._exit.start(last_token, draft_config)
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         states = self._exit.expand(tokens, parents)

@@ -188,7 +188,7 @@ class Medusa2Head(MedusaHead):
         ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
         """
         assert self._tuned is not None
-        next_ids, valid = (batch.host or batch).next_tokens(0)
+        next_ids, valid = batch.next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
         ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
         chosen = chosen.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The attention of every base: SDPA with grouped keys and values, sinks and soft caps.
+"""The attention of every base: SDPA with grouped keys and values, sinks, soft caps and packed rows.
 
 transformers' own ``sdpa`` copies the keys and values of grouped-query models in every masked pass. On a CPU at batch 48
 this costs five times the attention itself (``docs/dev/log.md``), so here they are copied on other devices only. A
@@ -7,6 +7,7 @@ keyword that would change the result and is not implemented raises an error, so 
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,16 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.errors import UserError
+from drafthead.models.kernels.packed import MAX_SCORES, PackedMask
 from drafthead.models.kernels.private_apis import other_base
-from drafthead.models.token_tree import causal_mask
 
 NAME = "drafthead"
-_LENGTHS = "document_lengths"
-"""Name of the mask attribute that holds the document lengths of every row."""
 HARMLESS = frozenset(
     (
         *("sliding_window", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
@@ -32,8 +32,8 @@ HARMLESS = frozenset(
     )
 )
 """Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window."""
-MAX_SCORES = 2**26
-"""Largest number of attention scores in memory at once when they are computed explicitly."""
+_no_varlen: set[torch.device] = set()
+"""Devices on which the kernel for documents of different lengths has failed."""
 _captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
 
 
@@ -56,7 +56,7 @@ def grouped_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | PackedMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
@@ -71,7 +71,8 @@ def grouped_sdpa(
         query: [B, H, T, E].
         key: [B, G, S, E].
         value: [B, G, S, F].
-        attention_mask: additive, [B or 1, 1, T, S]. None: causal attention if T = S, and all keys seen if T = 1.
+        attention_mask: additive or bool, [B or 1, 1, T, S], or a mask of packed rows. None: causal attention if T = S,
+            and all keys seen if T = 1.
         dropout: probability of dropping an attention weight.
         scaling: factor that multiplies the scores; None: 1 / sqrt(E).
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).
@@ -89,31 +90,90 @@ def grouped_sdpa(
         raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; {other_base()}")
     if (queries := _captured.get()) is not None:
         queries.append(query)
-    if s_aux is not None or softcap is not None:
-        return _explicit(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
-    if (lengths := getattr(attention_mask, _LENGTHS, None)) is not None and key.shape[2] == query.shape[2]:
-        # Attend within each document of packed rows, without computing scores across documents.
-        rows = []
-        for row, row_lengths in enumerate(lengths):
-            split = zip(*(torch.split(x[row : row + 1], row_lengths, 2) for x in (query, key, value)), strict=True)
-            rows.append(torch.cat([grouped_sdpa(module, q, k, v, None, dropout, scaling)[0] for q, k, v in split], 1))
-        return torch.cat(rows), None
+    attend = packed_attention if isinstance(attention_mask, PackedMask) else _attend
+    return attend(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute ``grouped_sdpa`` without a packed mask, as [B, H, T, F]."""
+    if sinks is not None or softcap is not None:
+        return _explicit(query, key, value, mask, dropout, scaling, sinks, softcap)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
         # CUDA's fused kernels take grouped heads only without a mask. Copying is cheaper than their fallback.
         groups = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
-    out = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=attention_mask,
+        attn_mask=mask,
         dropout_p=dropout,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=mask is None and query.shape[2] > 1,
         scale=scaling,
         enable_gqa=grouped,
     )
-    return out.transpose(1, 2), None
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PackedMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the attention [B, H, T, F] of packed rows, span by span, or by one kernel for all documents.
+
+    The arguments are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens.
+    """
+    shape = query.shape[0], query.shape[2]
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]  # [N, heads, width] each
+    plain = not dropout and sinks is None and softcap is None
+    if not plain or (out := _varlen(*flat, mask, scaling)) is None:
+        outputs = [flat[0][:0]]  # without queries there is no span
+        for span in mask.spans():
+            parts = (span.queries, span.keys, span.keys)
+            states = [values[part].transpose(0, 1)[None] for values, part in zip(flat, parts, strict=True)]
+            seen = None if span.causal else span.seen[None, None]
+            outputs.append(_attend(*states, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+        out = torch.cat(outputs[1:] or outputs)
+    return out.unflatten(0, shape).transpose(1, 2)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling: float | None) -> Tensor | None:
+    """Return the attention [N, H, E] of all documents by one kernel; None where there is no such kernel.
+
+    It is flash attention, so it takes 16-bit tensors on CUDA. If it fails, a warning says so once per device.
+    """
+    device = query.device
+    fits = device.type == "cuda" and query.itemsize == 2 and query.shape[0::2] == value.shape[0::2]
+    if not fits or device in _no_varlen:
+        return None
+    window = -1 if mask.window is None else mask.window - 1
+    sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
+    grouped = query.shape[1] != key.shape[1]
+    try:
+        return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=(window, 0), enable_gqa=grouped)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _no_varlen.add(device)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = f"packed rows are read document by document, because flash attention failed on {device}: {reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
 
 
 def _explicit(
@@ -129,17 +189,20 @@ def _explicit(
     """Compute ``grouped_sdpa`` as [B, H, T, F] from explicit scores, one block of queries at a time."""
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
-    if mask is None and queries > 1:
-        mask = _additive(causal_mask(keys, query.device)[None, :queries], query.dtype)
+    positions = torch.arange(keys, device=query.device)
     query = (query * (width**-0.5 if scaling is None else scaling)).view(rows, groups, -1, queries, width)
     block = max(1, MAX_SCORES // (rows * heads * keys))
     outputs = []
     for start in range(0, queries, block):
-        scores = query[:, :, :, start : start + block] @ key[:, :, None].transpose(3, 4)  # [B, G, H / G, t, S]
+        span = slice(start, start + block)
+        scores = query[:, :, :, span] @ key[:, :, None].transpose(3, 4)  # [B, G, H / G, t, S]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if mask is not None:
-            scores = scores + mask[:, :, None, start : start + block]
+        if mask is not None and mask.dtype != torch.bool:
+            scores = scores + mask[:, :, None, span]
+        elif mask is not None or queries > 1:
+            seen = positions <= positions[span, None] if mask is None else mask[:, :, None, span]
+            scores = scores.masked_fill(~seen, -torch.inf)
         scores = scores.float()
         if sinks is not None:
             sink = sinks.float().view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -148,26 +211,6 @@ def _explicit(
             weights = scores.softmax(-1)
         outputs.append(F.dropout(weights.to(value.dtype), dropout) @ value[:, :, None])
     return torch.cat(outputs, 3).flatten(1, 2)
-
-
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [B, 1, T, T] in which a token sees itself and earlier tokens of its document.
-
-    ``document_ids`` is [B, T]. On a CPU the mask also has the document lengths as an attribute, and our attention uses
-    these instead. If a model changes the mask, the copy has no such attribute, and the mask itself is used.
-    """
-    time, device = document_ids.shape[1], document_ids.device
-    seen = document_ids[:, :, None] == document_ids[:, None, :]
-    seen &= causal_mask(time, device)
-    mask = _additive(seen, dtype)
-    if device.type == "cpu":
-        setattr(mask, _LENGTHS, [row.unique_consecutive(return_counts=True)[1].tolist() for row in document_ids])
-    return mask
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a bool mask [B, T, S], True for keys that a query sees, to an additive mask [B, 1, T, S]."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
 def register() -> str:

@@ -32,6 +32,8 @@ from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.kernels import attention
+from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import (
     accelerator_name,
@@ -222,11 +224,10 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
     losses, waits = [], []
     for _ in range(steps):
         with simulated.waits() as counted:
-            batch = rows.to(base.device)
             result = train_step(
                 head,
                 optimizers,
-                [(batch, base.hidden_states(batch, head.spec))],
+                [(rows, base.hidden_states(rows, head.spec))],
                 LOSS,
                 lr=1e-3,
                 clip_norm=1.0,
@@ -246,6 +247,60 @@ def test_training(kind: str) -> None:
         # AdamW's first steps have the size of the learning rate (1e-3), so rounding shows where a gradient is nearly 0.
         torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=3e-4, msg=lambda text, name=name: name + text)
     assert_few(waits, 1, f"a training step of {kind}")
+
+
+IDS = torch.arange(6).repeat_interleave(torch.tensor([300, 20, 5, 700, 9, 14])).view(2, -1)
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    starts_of_keys: Tensor,
+    longest: int,
+    longest_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Compute what torch documents of ``varlen_attn``: (W, 0) sees W tokens before itself, (-1, 0) all of them."""
+    assert torch.equal(starts, starts_of_keys) and starts.dtype == torch.int32
+    edges, outputs = starts.tolist(), []
+    assert longest == longest_keys == max(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+    for start, stop in zip(edges, edges[1:], strict=False):
+        states = [x[start:stop].transpose(0, 1)[None].float() for x in (query, key, value)]
+        distance = torch.arange(stop - start, device=query.device)
+        distance = distance[:, None] - distance
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        out = torch.nn.functional.scaled_dot_product_attention(*states, seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1).to(query.dtype))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, (64, False), (64, True)])
+@pytest.mark.parametrize("kernel", ["absent", "documented"])
+def test_packed_rows(window: tuple[int, bool] | None, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by the kernel for documents of different lengths, and without it after one warning, is a CPU's."""
+    monkeypatch.setattr(attention, "_no_varlen", set())
+    if kernel == "documented":
+        monkeypatch.setattr(attention, "varlen_attn", flash)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, heads, 524, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+
+    def attend(device: str) -> Tensor:
+        mask = PackedMask.of(IDS, torch.device(device))
+        mask = mask if window is None else mask.within(*window)
+        return attention.packed_attention(*(x.to(device) for x in states), mask).float().cpu()
+
+    expected = attend("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.testing.assert_close(attend("cuda"), expected, rtol=0.02, atol=0.02)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (kernel == "absent") and all("flash attention failed on cuda" in m for m in messages)
 
 
 LEARNING = [kind for kind, config in HEADS.items() if not config.trains_base]

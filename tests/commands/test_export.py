@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
 from drafthead.eval.trees.finished_answers import base_answers, write_texts
 from drafthead.files.local import read_json, write_json
@@ -30,7 +30,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 
 
 @cache
-def answers(base: BaseModel) -> list[FinishedAnswer]:
+def answers(base: BaseModel) -> list[Answer]:
     return base_answers(base, suite="builtin", limit=3, max_new_tokens=24)
 
 

@@ -43,7 +43,7 @@ def test_length(head: MedusaHead) -> None:
 
 
 def test_a_tree_deeper_than_the_head_is_refused(head: MedusaHead) -> None:
-    with pytest.raises(UserError, match="tree chain:5 is 5 deep, but the drafter drafts 3 positions"):
+    with pytest.raises(UserError, match="tree=chain:5 is 5 deep, but the drafter drafts 3 positions"):
         EvalConfig(tree="chain:5").draft_config(head)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from drafthead.data.answers.store import Answer, AnswerStore
-from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
@@ -73,13 +72,13 @@ def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> N
     answer = base.tokenizer.decode(first.ids[first.boundary :], skip_special_tokens=True).strip()
     asked = base.tokenizer.decode(second.ids[: second.boundary])
     assert answer in asked and "then" in asked and "then" not in base.tokenizer.decode(other.ids)
-    with pytest.raises(UserError, match="lower max_new_tokens"):
+    with pytest.raises(UserError, match="leaves max_new_tokens"):
         base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 
 def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny_base()
-    texts = [FinishedAnswer([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
+    texts = [Answer.of([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     plain = own_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
@@ -106,7 +105,7 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     base = tiny_base()
     head = small_head(base, tmp_path / "head")
     answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens
-    write_texts(tmp_path / "t.jsonl", [FinishedAnswer([7, 8, 9, *answer], 3)] * 2)
+    write_texts(tmp_path / "t.jsonl", [Answer.of([7, 8, 9, *answer], 3)] * 2)
     drafters = "drafters=[prompt_lookup@4,suffix_memory@4,relay:head@1+prompt_lookup@3,head+prompt_lookup@2]"
     texts, plot = f"texts={tmp_path / 't.jsonl'}", f"plot={tmp_path / 'bars.png'}"
     call("replay", f"head={head}", "chain=[1]", texts, drafters, plot)
@@ -122,5 +121,5 @@ def test_any_drafters_are_simulated_on_the_same_texts(
 def test_a_corpus_is_replayed(tmp_path: Path) -> None:
     store = AnswerStore(tmp_path / "corpus" / "answers", {"made": "here"})
     store.append_shard([Answer(n, np.array([1, 2, 3 + n], np.int32), 2, True) for n in (1, 0)])
-    assert read_texts(tmp_path / "corpus") == [FinishedAnswer([1, 2, 3], 2), FinishedAnswer([1, 2, 4], 2)]
-    assert read_texts(tmp_path / "corpus" / "answers", 1) == [FinishedAnswer([1, 2, 3], 2)]
+    assert [(a.ids, a.boundary) for a in read_texts(tmp_path / "corpus")] == [([1, 2, 3], 2), ([1, 2, 4], 2)]
+    assert [a.ids for a in read_texts(tmp_path / "corpus" / "answers", 1)] == [[1, 2, 3]]

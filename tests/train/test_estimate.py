@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.autograd.profiler import profile
 from transformers import AutoConfig
 
@@ -18,7 +17,7 @@ from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate import hours
-from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, render, size
+from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, size
 from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 from support import composed, random_ids, rows_of
@@ -49,13 +48,6 @@ def with_phase(run: RunConfig, **changes: Any) -> RunConfig:
     """Return the run with its last phase only, changed."""
     name, phase = list(run.phases.items())[-1]
     return replace(run, phases={name: replace(phase, **changes)})
-
-
-def shown(plan: Estimate) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(render(plan))
-    return capture.get()
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
@@ -184,23 +176,6 @@ def test_disk() -> None:
     assert disk("eagle3_smollm2", True) == fixed | stored
     copied = disk("eagle3_smollm2", True, "data.answers.precomputed=embedded:smollm2")
     assert copied == fixed | {"hidden states of distill": (1 + layers) * state}
-
-
-def test_every_number_is_shown() -> None:
-    plan = Estimate(recipe("recipe=medusa_smollm2", *TINY, "shard=full"), 8)
-    text = shown(plan)
-    for entry in (f"{plan.head_parameters:,}", f"{plan.tokens('pretrain'):,}", "one checkpoint", "base, frozen"):
-        assert entry in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line}
-    for name in plan.phases:
-        assert size(plan.total(name)) in lines["total"]
-        for mode in ("none", "head", "full"):
-            assert size(plan.total(name, mode)) in lines[f"shard={mode}"]
-    tuned = Estimate(recipe("recipe=medusa2_smollm2", *TINY, "shard=full"))
-    text = shown(tuned)
-    for entry in ("adapters of the base", "adapter weights", f"{tuned.trained:,}"):
-        assert entry in text
-    assert "base, frozen" not in text and "shard=full" not in text
 
 
 def test_a_target_that_the_base_does_not_have_is_refused() -> None:

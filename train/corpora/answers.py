@@ -20,8 +20,8 @@ from drafthead.errors import UserError
 from drafthead.files import local
 from drafthead.models.base.base_config import SWITCHES
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.system.display import Display
+from drafthead.train.corpora.built_in import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 
 if TYPE_CHECKING:

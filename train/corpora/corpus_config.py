@@ -81,10 +81,7 @@ class AnswersConfig:
     def __post_init__(self) -> None:
         self.chat_template_kwargs = [template_variables(entry) for entry in self.chat_template_kwargs]
         if self.copied and (self.temperatures or self.chat_template_kwargs):
-            raise UserError(
-                "temperatures and chat_template_kwargs apply to new answers, but data.answers.precomputed names "
-                "existing ones; set data.answers.fresh=true"
-            )
+            raise UserError("temperatures and chat_template_kwargs need new answers; set data.answers.fresh=true")
 
     @property
     def copied(self) -> bool:

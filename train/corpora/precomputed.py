@@ -6,17 +6,16 @@ from drafthead.data.answers.store import AnswerStore
 from drafthead.errors import UserError
 from drafthead.files.local import file_digest, read_manifest, same_base
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import agreement
 from drafthead.system.display import Display
 from drafthead.train.corpora.answers import TURN_STRIDE
+from drafthead.train.corpora.built_in import agreement
 from drafthead.train.corpora.corpus_config import AnswersConfig
 
 FOLDERS = {
     f"embedded:{name}": Path(__file__).parents[2] / "data" / "embedded" / f"{name}_answers"
     for name in ("smollm2", "smollm2_large")
 }
-COMPARED = 4
-"""Largest number of greedy answers that the base must repeat."""
+COMPARED = 4  # largest number of greedy answers that the base must repeat
 MIN_MATCH_RATE = 0.98
 """Smallest share of the tokens of ``COMPARED`` greedy answers that the base must choose too. It is below 1, because
 another CPU may choose differently if two tokens have nearly equal logits."""

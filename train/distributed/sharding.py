@@ -14,7 +14,9 @@ global count of trained tokens. In bfloat16 the head computes with rounded copie
 and optimiser moments stay float32.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -38,6 +40,7 @@ from drafthead.system.devices import can_pin, collective_backend
 
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"
+M_MMAP_THRESHOLD = -3  # of malloc.h
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,6 +66,12 @@ class ShardConfig:
         for name, modes in (("hybrid", ("head", "full")), ("offload_base", ("full",))):
             value = getattr(self, name)
             require(not value or self.mode in modes, name, f"false unless shard.mode is {' or '.join(modes)}", value)
+
+
+def _return_freed_memory() -> None:
+    """Let glibc return freed blocks from 1 MB on at once. Its heap would keep the memory of every gathered layer."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def checkpoint_activations(head: nn.Module) -> None:
@@ -99,6 +108,8 @@ class Sharding:
         The weights may be on the meta device.
         """
         device, policy = self.device, fsdp.OffloadPolicy()
+        if device.type == "cpu":
+            _return_freed_memory()
         if self.config.offload_base:
             device, policy = torch.device("cpu"), fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
         options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(whole)}

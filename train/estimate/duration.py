@@ -36,10 +36,7 @@ class StageDurations:
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Time the passes. ``devices`` is the number of processes that share the work of corpora and training.
-
-        ``measured`` has the seconds of a training step of one micro-batch by phase; None: predict them from the passes.
-        """
+        """Time the passes. ``measured`` has seconds per step of one micro-batch by phase; None: predict them."""
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS  # per token of a long pass
         # Per token of a long pass that computes hidden states for training.

@@ -171,8 +171,6 @@ def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> It
         document_ids=torch.zeros(shape, dtype=torch.long, device="cpu"),
         loss_mask=(torch.arange(phase.seq_len, device="cpu") >= (1 - share) * phase.seq_len).expand(shape),
     )
-    if base.device.type != "meta":
-        batch = batch.to(base.device)
     if not phase.store_hidden_states:
         yield batch, base.hidden_states(batch, head.spec)
         return

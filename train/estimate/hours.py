@@ -55,7 +55,7 @@ STEPS = 3  # to measure; the fastest counts
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
-    """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
+    """Return the least seconds of each phase, and of "answers" if the built-in decoding makes them, on such GPUs.
 
     The time of training is that of its matrix products. The time of a decoding step is that of its matrix products or
     of reading all weights once, if that is longer.
@@ -106,10 +106,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Group:
 
 
 def base_for_times(run: RunConfig, **changes: Any) -> BaseModel:
-    """Load the run's base; instead of downloading a base of known shape, make one with random weights.
-
-    ``changes`` are made to the base's settings.
-    """
+    """Load the run's base; instead of downloading a base of known shape, make one with random weights."""
     config = replace(run.base, **changes)
     if config.shape and not _is_at_hand(config):
         config = replace(config, random=True, tokenizer="builtin:tiny")

@@ -43,8 +43,8 @@ class TrackerConfig:
 class Tracker:
     """The experiment tracker of a run. Its errors never end the run: after the first, it warns and sends no more.
 
-    Create it on the main process only, before the first row of ``metrics.jsonl`` is written. If the folder has rows
-    already, the folder's wandb run is resumed; otherwise a new one starts.
+    Create it on the main process only, before the first row of ``metrics.jsonl`` is written: with rows, the folder's
+    wandb run is resumed.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Tracker:
     def replay(self, rows: Iterable[Row]) -> None:
         """Send the rows of ``metrics.jsonl`` that a resumed wandb run lacks.
 
-        A killed process may not have sent its last rows. If wandb is offline, all rows are sent, so that its newest
-        folder holds the whole run. To TensorBoard nothing is sent, because its files hold all rows.
+        If wandb is offline, all rows are sent, so that its newest folder holds the whole run. TensorBoard's files hold
+        all.
         """
         if self._wandb_run is not None:
             for row in rows:
@@ -169,10 +169,9 @@ class Tracker:
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """Return the mode in which wandb starts, for the setting ``mode`` and the environment variables.
+    """Return the mode in which wandb starts. Without a login, ``auto`` is offline, so that wandb does not ask for one.
 
-    Without a login, ``auto`` is offline, so that wandb does not ask for one. A login is WANDB_API_KEY,
-    WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
+    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
     """
     if mode != "auto":
         return mode

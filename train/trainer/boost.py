@@ -46,7 +46,7 @@ def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)
-        yield replace(batch, weights=target_weights(ranks, tree, depth, floor), host=None), hidden
+        yield replace(batch, weights=target_weights(ranks, tree, depth, floor)), hidden
 
 
 def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:

@@ -31,10 +31,7 @@ class HorizontalCascade(CompositeDrafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        """Let ``drafters[n]`` draft up to ``lengths[n]`` tokens, in this order.
-
-        All but the first must draft from tokens alone, because drafts have no hidden states of the base.
-        """
+        """All but the first drafter must draft from tokens alone, because drafts have no hidden states of the base."""
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
             raise UserError(f"a relay of {len(drafters)} drafters needs as many lengths, got {len(lengths)}")
@@ -48,7 +45,7 @@ class HorizontalCascade(CompositeDrafter):
             if index and drafter.reads_base:
                 raise UserError(
                     f"{name} reads the base's hidden states, which drafts do not have, so in a relay it can only be "
-                    "the first; let prompt lookup, a model or an early exit follow"
+                    "the first"
                 )
         self.lengths, self.depth = tuple(lengths), sum(lengths)
         self.tree = TokenTree.chain(self.depth)
@@ -91,7 +88,7 @@ class CascadeSession(CompositeSession):
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:
-    """Return the number of drafts in each row of a chain, [B] int64; root and padding are not counted."""
+    """Return the number of drafts in each row of a chain, [B] int64."""
     return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
 
 

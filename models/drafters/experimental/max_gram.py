@@ -20,10 +20,7 @@ class MaxGram(PromptLookup):
     """Prompt lookup with matches of any length. Rows without a match are continued from ``bigrams``."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """Draft up to ``num_tokens`` tokens after a match, else from ``bigrams``.
-
-        ``bigrams`` [V] int64 is the result of ``bigram_table``. With None, rows without a match get no drafts.
-        """
+        """``bigrams`` [V] int64 is the result of ``bigram_table``; without it, rows without a match get no drafts."""
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 
@@ -47,10 +44,7 @@ class MaxGram(PromptLookup):
 
 
 def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """Return for every token id the id that follows it most often in ``answers``, [V] int64.
-
-    If several follow equally often, the lowest id is taken. Ids that nothing follows have -1.
-    """
+    """Return for every token id the (lowest) id that follows it most often in ``answers``, or -1, [V] int64."""
     counts = Counter(pair for ids in answers for pair in pairwise(ids))
     table = torch.full((vocab_size,), -1, dtype=torch.int64)
     for (token, following), _ in sorted(counts.items(), key=lambda item: (item[1], -item[0][1])):

@@ -26,11 +26,12 @@ from drafthead.data.batch import HiddenStates
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.drafters.experimental.vertical_cascade import NestedSession, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
 
-POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
+POLICIES, DEFAULT_POLICY = "recent, sinks:TOKENS, retrieval:CHUNK", "retrieval:8"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``; reject other texts with a UserError."""
+        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
@@ -94,21 +95,22 @@ class TriForce(VerticalCascade):
         self,
         base: BaseModel,
         budget: int,
-        policy: str = "retrieval:8",
+        policy: str = DEFAULT_POLICY,
         *,
         num_tokens: int = 6,
         refresh: int = 64,
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Draft up to ``num_tokens`` tokens with ``base``, which attends to ``budget`` positions of its cache.
+        """Draft with ``base``, which attends to ``budget`` positions of its cache.
 
-        ``policy``, such as ``recent`` or ``sinks:4``, selects them again every ``refresh`` tokens. ``drafter``, with
-        the config ``draft_config``, drafts for this reduced ``base``; None: tokens are drafted one by one.
+        ``policy`` selects them again every ``refresh`` tokens. ``drafter`` drafts for this reduced ``base``; None:
+        tokens are drafted one by one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
-        layers_differ = len({heads for sizes in base.cache_shape.layers for heads in sizes or [None]}) > 1
-        if layers_differ or base.windows is not None:
+        shapes = set(base.cache_shape.layers)
+        equal = len(shapes) == 1 and all(isinstance(s, KeyValueShape) and s.keys == s.values for s in shapes)
+        if not equal or base.windows is not None:
             raise UserError(
                 f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks; choose "
                 "another drafter"
@@ -131,9 +133,7 @@ class TriForce(VerticalCascade):
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "TriForceSession":
         if rows != 1:
-            raise UserError(
-                f"budget:POSITIONS drafts for one prompt at a time, got {rows}; decode the prompts one by one"
-            )
+            raise UserError(f"budget:POSITIONS drafts for one prompt at a time, got {rows}; set batch_size=1")
         return TriForceSession(self, cache)
 
 
@@ -143,7 +143,7 @@ class TriForceSession(NestedSession):
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Use positions of ``target``, the target's cache. With None (in a combination), the session fills its own."""
+        """Without ``target``, the target's cache (in a combination), the session fills its own."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None
@@ -158,7 +158,7 @@ class TriForceSession(NestedSession):
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         if self._target is None:
-            self._context.commit(tokens, counts)
+            self._context.append(tokens, counts)
         if self._inner is not None:
             self._inner.rollback(self.lengths)
             self._inner.commit(tokens, counts, None)

@@ -42,11 +42,7 @@ class VerticalCascade(LMDrafter):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Draft up to ``num_tokens`` tokens for ``target`` with ``model``, as ``LMDrafter`` does.
-
-        ``drafter`` drafts for ``model``, from tokens alone; None: ``model`` decodes token by token. ``draft_config`` is
-        that of ``drafter``; None: its calibrated tree, or a chain over all its positions.
-        """
+        """``drafter`` drafts for ``model`` (as ``LMDrafter`` has it), from tokens alone; None: token by token."""
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
         self.draft_config = draft_config or default_draft_config(drafter)
@@ -54,8 +50,8 @@ class VerticalCascade(LMDrafter):
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot be B in nested:A+B, which "
-                "drafts for model A; use prompt lookup, a model or an early exit instead"
+                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for another model, as B "
+                "in nested:A+B"
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
@@ -91,15 +87,16 @@ class NestedSession(Session):
         tokens = self._known(tokens)
         # The draft model has read all drafts but the last, so their accepted ones are not read again.
         slots = None if nodes is None or not drafted else torch.where(nodes < drafted, nodes, -1)
-        kept = self._context.commit(tokens, counts, slots)
+        kept = self._context.append(tokens, counts, slots)
         if self._inner is not None:
+            unread = self._context.unread
+            if unread is None:  # prompts, which the model reads at once
+                kept, unread = [0] * len(counts), (tokens, counts)
             self._inner.rollback([length + keep for length, keep in zip(before, kept, strict=True)])
-            unread, unread_counts = self._context.unread or (tokens, counts)
-            if max(unread_counts) > 0:
-                self._inner.commit(unread, unread_counts, None)
+            if max(unread[1]) > 0:
+                self._inner.commit(*unread, None)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace ids that are outside the draft model's vocabulary by its last id."""
         return tokens.clamp(max=self.drafter.model.vocab_size - 1)
 
     def select(self, rows: list[int]) -> None:
@@ -152,7 +149,7 @@ class NestedSession(Session):
     def read(self, root: Tensor, depth: int) -> TreeCache:
         """Return the draft model's cache of the committed tokens before ``root`` [B], with room for ``depth`` drafts.
 
-        The room also fits the inner drafter's trees. A subclass may read ``root``.
+        The room also fits the inner drafter's trees.
         """
         return self._context.shared_cache(self.drafter.room, depth)
 

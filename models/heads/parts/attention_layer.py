@@ -2,8 +2,8 @@
 
 The method ``inference`` of attention, MLP and norm returns a fast version for drafting, with packed copies of weights.
 
-Shape legend: B batch, T time, S anchors, P draft positions of each, H query heads, G key/value heads, E head width, I
-input width, D base width.
+Shape legend: B batch, T time, N = B * T tokens, A anchors, S anchors of a span, P draft positions of each, H query
+heads, G key/value heads, E head width, I input width, D base width.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,17 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
-from drafthead.models.kernels.attention import document_mask
+from drafthead.models.cache.layers import KeyValueShape
+from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.kernels.attention import packed_attention
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack
+from drafthead.models.kernels.packed import PackedMask
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 """Runs a layer in drafting. Maps inputs [B, T, I] (I: input width), positions [B, T], an additive mask (None: every
 query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
+Mask = Tensor | PackedMask | None
 
 
 Module, Inputs, Output = TypeVar("Module", bound=nn.Module), TypeVarTuple("Inputs"), TypeVar("Output")
@@ -103,8 +106,8 @@ class HeadAttention(nn.Module):
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
         """Return the shape of a cache of keys and values for ``layers`` layers like this one."""
-        sizes = ((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
-        return CacheShape(layers=(sizes,) * layers, dtype=dtype, device=device)
+        sizes = self.kv_heads, self.head_dim
+        return CacheShape(layers=(KeyValueShape(sizes, sizes),) * layers, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rotary embedding's cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""
@@ -126,13 +129,13 @@ class HeadAttention(nn.Module):
         return rotate(key, *self.rotation(x, positions)).transpose(1, 2), value.transpose(1, 2)
 
     @recomputed
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
         """Return the attention's output after its output projection, [B, T, D].
 
         Args:
             x: [B, T, I] inputs.
             positions: [B, T] int64 positions for the rotary embedding.
-            mask: [B, 1, T, keys] additive, or None if every query sees all keys.
+            mask: [B, 1, T, keys] additive, or of packed rows, or None if every query sees all keys.
             cache: cache in which T positions were reserved by ``begin``; None in training.
         """
         query, key, value = self.states(x, positions)
@@ -140,18 +143,11 @@ class HeadAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         return self.output(query, key, value, mask)
 
-    def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Attend with the results of ``states`` and apply the output projection: [B, T, D]; see ``forward``."""
+        if isinstance(mask, PackedMask):
+            return self.join(packed_attention(query, key, value, mask))
         return self.join(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped))
-
-    def output_of_blocks(self, query: Tensor, *context_and_blocks: Tensor | None) -> Tensor:
-        """Return ``attend_block`` of these arguments, with the output projection: [B, S P, D].
-
-        There are P queries at each of S anchors. The backward pass recomputes the scores, because every layer would
-        otherwise store S P x T of them per attention head.
-        """
-        out: Tensor = checkpoint(attend_block, query, *context_and_blocks, use_reentrant=False)
-        return self.join(out.flatten(2, 3))
 
     def join(self, attended: Tensor) -> Tensor:
         """Join the outputs of all attention heads by the output projection: [B, H, T, E] -> [B, T, D]."""
@@ -282,7 +278,7 @@ class HeadDecoderLayer(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
         """Map inputs [B, T, I] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
         return self.add_mlp(x, self.self_attn(self.normed(x), positions, mask, cache))
 
@@ -319,68 +315,84 @@ class AnchorContext:
         a0              x  x  .  .    .  .
         a1              x  x  .  .    x  .
         a2              x  x  .  .    x  x
+
+    The rows of the batch are read as one row of N tokens.
     """
 
-    def __init__(self, batch: TrainBatch, draft_targets: DraftTargets, dtype: torch.dtype) -> None:
-        self.anchors, self.index = anchors_of(draft_targets, batch.input_ids)
-        self.rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None]
-        self.positions = batch.position_ids
-        self.mask = document_mask(batch.document_ids, dtype)
-        """[B, 1, T, T] additive mask of the context's tokens over the context."""
-        self.seen = self.mask[:, 0][self.rows, self.anchors][:, None]
-        """[B, 1, S, T] additive mask of the anchors over the context."""
-
-    @property
-    def flat(self) -> Tensor:
-        """[B, S] int64 index of each of the S anchors of a row in the flattened batch [B * T]."""
-        return self.rows * self.positions.shape[1] + self.anchors
+    def __init__(self, batch: TrainBatch, draft_targets: DraftTargets) -> None:
+        self.anchors, self.mask, self.seen = draft_targets.anchors, draft_targets.mask, draft_targets.seen
+        self.positions = batch.position_ids.reshape(1, -1)
+        """[1, N] int64."""
 
     def at_anchors(self, values: Tensor) -> Tensor:
-        """Return ``values`` [B, T, ...] at the S anchors of each row: [B, S, ...]."""
-        return values[self.rows, self.anchors]
+        """Return ``values`` [B, T, ...] at the anchors: [A, ...]."""
+        return values.flatten(0, 1)[self.anchors]
 
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """Run ``layer`` over the context's ``inputs`` [B, T, I], and return the function ``attend`` for ``advance``.
 
         The first call of that function computes draft position 0 at all anchors, the second call position 1, and so
-        on: [B, S, I] -> [B, S, D]. Position 0 stands in the context, so its queries, keys and values are those of the
+        on: [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the
         context. The inputs of the first call are only read by the residual connection.
         """
-        query, key, value = layer.states(inputs, self.positions)
-        query = self.at_anchors(query.transpose(1, 2)).transpose(1, 2)
+        query, key, value = layer.states(inputs.flatten(0, 1)[None], self.positions)
+        query = query[:, :, self.anchors]
         block: list[tuple[Tensor, Tensor]] = []
         steps = count()
 
         def step(x: Tensor) -> Tensor:
             if not (n := next(steps)):
-                return layer.add_mlp(x, layer.self_attn.output(query, key, value, self.seen))
-            new_query, *new = layer.states(x, self.at_anchors(self.positions) + n)
+                return layer.add_mlp(x[None], layer.self_attn.output(query, key, value, self.seen))[0]
+            new_query, *new = layer.states(x[None], self.positions[:, self.anchors] + n)
             block.append((new[0], new[1]))
             keys, values = (torch.stack(states, 3) for states in zip(*block, strict=True))
-            one_query = new_query[:, :, :, None]  # per anchor
-            return layer.add_mlp(x, layer.self_attn.output_of_blocks(one_query, key, value, self.seen, keys, values))
+            attended = self._attend_blocks(layer, new_query[:, :, :, None], key, value, keys, values)
+            return layer.add_mlp(x[None], attended)[0]
 
         return step
 
     def block_positions(self, offsets: Tensor) -> Tensor:
-        """Return the positions [B, S P] of blocks of P entries, which are ``offsets`` [P] tokens after each anchor."""
-        return (self.at_anchors(self.positions)[..., None] + offsets).flatten(1, 2)
+        """Return the positions [1, A P] of blocks of P entries, which are ``offsets`` [P] tokens after each anchor."""
+        return (self.positions[0, self.anchors, None] + offsets).reshape(1, -1)
 
     def read_block(
         self, layer: HeadDecoderLayer, x: Tensor, key: Tensor, value: Tensor, positions: Tensor, seen: Tensor
     ) -> Tensor:
-        """Run ``layer`` over a block of P draft positions at each of S anchors, [B, S P, I] -> [B, S P, D].
+        """Run ``layer`` over a block of P draft positions at each anchor, [1, A P, I] -> [1, A P, D].
 
         Args:
             layer: the layer.
-            x: [B, S P, I] its inputs at the blocks.
-            key: [B, G, T, E] keys of the context.
-            value: [B, G, T, E] values of the context.
-            positions: [B, S P] int64, from ``block_positions``.
+            x: [1, A P, I] its inputs at the blocks.
+            key: [1, G, N, E] keys of the context.
+            value: [1, G, N, E] values of the context.
+            positions: [1, A P] int64, from ``block_positions``.
             seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
         query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
-        return layer.add_mlp(x, layer.self_attn.output_of_blocks(query, key, value, self.seen, *block, seen))
+        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, *block, seen))
+
+    def _attend_blocks(
+        self,
+        layer: HeadDecoderLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``attend_block`` for queries [1, H, A, P, E] of all anchors, with the output projection: [1, A P, D].
+
+        The backward pass recomputes the scores, because every layer would otherwise store P of them for each anchor,
+        key and attention head.
+        """
+        attended = [query[0][:, :0]]  # without anchors there is no span
+        for span in self.seen.spans(query.shape[1] * query.shape[3]):
+            context = (states[0][:, span.keys] for states in (key, value))
+            blocks = (states[0][:, span.queries] for states in (keys, values))
+            arguments = query[0][:, span.queries], *context, span.seen, *blocks, seen
+            attended.append(checkpoint(attend_block, *arguments, use_reentrant=False))
+        return layer.self_attn.join(torch.cat(attended, 1).flatten(1, 2)[None])
 
 
 def attend_block(
@@ -403,31 +415,31 @@ def attend_block(
         x x .        . .              x x
 
     Args:
-        query: [B, H, S, P, E], P queries at each of S anchors.
-        context_key: [B, G, T, E].
-        context_value: [B, G, T, E].
-        mask: [B, 1, S, T] additive mask of the anchors over the context.
-        keys: [B, G, S, Q, E] of the Q draft positions of each anchor.
-        values: [B, G, S, Q, E].
+        query: [H, S, P, E], P queries at each of S anchors.
+        context_key: [G, T, E].
+        context_value: [G, T, E].
+        mask: [S, T] bool: True for keys of the context that the anchors see.
+        keys: [G, S, Q, E] of the Q draft positions of each anchor.
+        values: [G, S, Q, E].
         seen: [P, Q] bool mask of a block's queries over its keys; None: every query sees all of them.
 
     Returns:
-        [B, H, S, P, E].
+        [H, S, P, E].
     """
-    groups, time = context_key.shape[1:3]
-    rows, heads, count, block, width = query.shape
+    groups, time = context_key.shape[:2]
+    heads, count, block, width = query.shape
     # R = H / G query heads share a key head; for the product with the context they are R * S * P queries of one head.
-    query = query.reshape(rows, groups, -1, width) * width**-0.5
-    grouped = (rows, groups, heads // groups, count, block)
-    to_context = (query @ context_key.transpose(2, 3)).view(*grouped, time) + mask[:, :, None, :, None]
-    to_block = torch.einsum("bgrspe,bgsqe->bgrspq", query.view(*grouped, width), keys)
+    query = query.reshape(groups, -1, width) * width**-0.5
+    grouped = (groups, heads // groups, count, block)
+    to_context = (query @ context_key.transpose(1, 2)).view(*grouped, time).masked_fill(~mask[:, None], -torch.inf)
+    to_block = torch.einsum("grspe,gsqe->grspq", query.view(*grouped, width), keys)
     if seen is not None:
         to_block = to_block.masked_fill(~seen, -torch.inf)
     scores = torch.cat([to_context, to_block], -1)
     weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(query.dtype)
-    out = (weights[..., :time].flatten(2, 4) @ context_value).view(*grouped, width)
-    out += torch.einsum("bgrspq,bgsqe->bgrspe", weights[..., time:], values)
-    return out.flatten(1, 2)
+    out = (weights[..., :time].flatten(1, 3) @ context_value).view(*grouped, width)
+    out += torch.einsum("grspq,gsqe->grspe", weights[..., time:], values)
+    return out.flatten(0, 1)
 
 
 def norm_scale(base: BaseParts) -> Tensor:

@@ -288,7 +288,7 @@ class DraftHead(nn.Module, Drafter):
 
     # What some heads override -----------------------------------------------------------------------------------------
 
-    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state.
 
         A head that overrides it needs a session whose ``draft_hidden`` returns the same for drafting.
@@ -296,43 +296,28 @@ class DraftHead(nn.Module, Drafter):
         return base_hidden.final
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Run the forward pass of training: return the inputs of the K projections at all n targets, [K, n, width].
+        """Run the forward pass of training: return the inputs of the K projections at all A anchors, [K, A, width].
 
-        ``projection_inputs`` appends the inputs of the optional parts. Entries where ``draft_targets.valid`` is false
-        are ignored, but must be finite.
+        ``projection_inputs`` appends the inputs of the optional parts. Entries of predictions that are not trained are
+        ignored, but must be finite.
         """
-        # Each anchor is computed once, although the targets of up to K positions read it.
-        anchors, index = draft_targets.anchors, torch.zeros_like(batch.input_ids.flatten())
-        index[anchors] = torch.arange(len(anchors), device=index.device)
-        hidden = self.anchor_hidden(batch, base_hidden).flatten(0, 1)[anchors]
-        return self.unroll(hidden, anchors, index, batch, draft_targets, _no_attention)
+        hidden = self.anchor_hidden(batch, base_hidden, draft_targets).flatten(0, 1)[draft_targets.anchors]
+        return self.unroll(hidden, batch, draft_targets, _no_attention)
 
-    def unroll(
-        self,
-        hidden: Tensor,
-        anchors: Tensor,
-        index: Tensor,
-        batch: TrainBatch,
-        draft_targets: DraftTargets,
-        attend: Attend,
-    ) -> Tensor:
+    def unroll(self, hidden: Tensor, batch: TrainBatch, draft_targets: DraftTargets, attend: Attend) -> Tensor:
         """Return the result of ``hidden_at_positions`` by calling ``advance`` once per draft position.
 
         Each call computes all anchors at once, and reads the true token after each anchor's path.
 
         Args:
-            hidden: [..., D] inputs of ``first_states`` at the anchors.
-            anchors: [...] int64 position of each anchor in the flattened batch [B * T].
-            index: [B * T] int64, the inverse of ``anchors``: at each anchor's position in the flattened batch, its
-                index in the flattened ``anchors``; at other positions any valid index.
+            hidden: [A, D] inputs of ``first_states`` at the anchors.
             batch: packed rows.
-            draft_targets: targets of the batch.
-            attend: runs the head's own attention layers at the anchors.
+            draft_targets: the anchors of the batch.
+            attend: runs the head's own attention layers at the anchors, [A, I] -> [A, D].
         """
-        ids, outputs = batch.input_ids.flatten(), []
-        states = self.first_states(hidden.to(self.dtype))
-        for k, anchor_idx in enumerate(draft_targets.anchor_idx):
-            result = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
+        states, outputs = self.first_states(hidden.to(self.dtype)), []
+        for k, tokens in enumerate(batch.input_ids.flatten()[draft_targets.last_read]):
+            result = self.advance(k, states, tokens, attend)
             x, states = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
             if not (isinstance(x, Tensor) and x.shape[-1] == self.projection_width and isinstance(states, tuple)):
                 returned = result if isinstance(result, tuple) else (result,)
@@ -341,19 +326,17 @@ class DraftHead(nn.Module, Drafter):
                     f"{type(self).__name__}.advance({k}, ...) must return a tensor [..., {self.projection_width}] and "
                     f"a tuple of states, but returned {', '.join(shapes)}"
                 )
-            outputs.append(x.flatten(0, -2)[index[anchor_idx]])
+            outputs.append(x)
         return torch.stack(outputs)
 
-    def sink_states(
-        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
-    ) -> list[Tensor]:
-        """Return, for each draft position, the states [B, T, D] from which the induction head decides not to copy.
+    def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D].
 
-        At each anchor, ``InductionHead`` computes the score of copying nothing (the sink) from the state. By default,
-        the states are the base's final ones. ``hidden`` is the result of ``hidden_at_positions``, [K, n, D] for n
-        targets. In drafting, the session's ``draft_sinks`` is used instead.
+        ``InductionHead`` computes the score of copying nothing (the sink) from them. By default they are the base's
+        final states, for all draft positions. ``hidden`` is the result of ``hidden_at_positions``, [K, A, D]. In
+        drafting, the session's ``draft_sinks`` is used instead.
         """
-        return [base_hidden.final] * len(hidden)
+        return base_hidden.final.flatten(0, 1)[None, draft_targets.anchors]
 
     def projection(self, k: int) -> LMHead:
         """Return the projection of draft position k (0-based) to the draft vocabulary, without the optional parts.
@@ -372,13 +355,14 @@ class DraftHead(nn.Module, Drafter):
         """Width of the projections' input, without the optional parts."""
         return self.base.hidden_size
 
+    @property
+    def anchor_limit(self) -> int | None:
+        """Largest number of anchors that a training step uses, drawn at random; None: all."""
+        return None
+
     def copy_base_layers(self) -> None:
         """Start an untrained head from the base's layers. Only heads with ``starts_from_layers`` define it."""
         raise NotImplementedError
-
-    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        """Return those of ``draft_targets`` that a training step uses; by default, all of them."""
-        return draft_targets
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
@@ -405,7 +389,7 @@ class DraftHead(nn.Module, Drafter):
                 low_rank.weight.data[:, config.markov_rank :] = start
             self.add_module(self.low_rank_name, low_rank)
         self.confidence: nn.Linear | None = None
-        self.says_confidence = config.confidence
+        self.has_confidence = config.confidence
         if config.confidence:
             self.confidence = nn.Linear(self.projection_width + config.low_rank, 1, device=device)
             for parameter in self.confidence.parameters():
@@ -448,7 +432,7 @@ class DraftHead(nn.Module, Drafter):
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the inputs of ``output_head`` at all n targets, [K, n, width + r].
+        """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r].
 
         They are the result of ``hidden_at_positions`` and, appended, the r inputs of Markov correction and induction
         head.
@@ -456,15 +440,14 @@ class DraftHead(nn.Module, Drafter):
         hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         inputs = [hidden]
         if self.config.markov_rank:
-            before = self.markov_in(batch.input_ids.flatten()[draft_targets.target_idx - 1])
-            inputs.append(before.expand(len(hidden), -1, -1))
+            inputs.append(self.markov_in(batch.input_ids.flatten())[draft_targets.last_read])
         if self.induction is not None:
-            states = self.sink_states(hidden, batch, base_hidden, draft_targets)
-            inputs.append(self.induction.at_targets(batch, states, draft_targets).to(hidden.dtype))
+            states = self.sink_states(hidden, base_hidden, draft_targets)
+            inputs.append(self.induction.at_anchors(batch, states, draft_targets).to(hidden.dtype))
         return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """Map ``projection_inputs`` of n targets to logits [K, n] of acceptance; None without a confidence head."""
+        """Map ``projection_inputs`` to logits [K, A] of acceptance; None without a confidence head."""
         # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
@@ -480,7 +463,11 @@ class DraftHead(nn.Module, Drafter):
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
         weights += [0.0] * (depth - len(weights))
-        draft_targets = self.trained_targets(DraftTargets.of(batch, depth, self.config.one_prediction))
+        device = self.base.device
+        draft_targets = DraftTargets.of(batch, depth, device, self.anchor_limit)
+        if batch.weights is not None:
+            draft_targets = draft_targets.weighted(batch.weights.to(device), self.config.one_prediction)
+        batch = batch.to(device)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
         labels = draft_targets.labels(batch, base_hidden, self.t2d, self.target_lm_head)
         heads = [self.output_head(k) for k in range(depth)]
@@ -501,15 +488,16 @@ class DraftHead(nn.Module, Drafter):
             [B, T, K] int64, with position k in column k - 1: 0 if the most likely candidate for ``x_{t+1+k}`` is right,
             ``top`` if the true token is not among the first ``top`` candidates, -1 if position k has no target.
         """
-        draft_targets = DraftTargets.of(batch, self.depth)
+        draft_targets, batch = DraftTargets.of(batch, self.depth, self.base.device), batch.to(self.base.device)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
         target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
         count = batch.input_ids.numel()
         ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)
         for k, (valid, anchor_idx) in enumerate(zip(draft_targets.valid, draft_targets.anchor_idx, strict=True)):
-            if k == 0 or hidden.stride(0):  # a head with one prediction repeats it
-                at_targets = rank_of(hidden[k], self.output_head(k), target_ids, top)
-            ranks[torch.where(valid, anchor_idx, count), k] = at_targets  # the last row collects invalid targets
+            if k == 0 or not self.config.one_prediction:
+                at_targets = rank_of(hidden[k, anchor_idx], self.output_head(k), target_ids, top)
+            anchors = draft_targets.anchors[anchor_idx]
+            ranks[torch.where(valid, anchors, count), k] = at_targets  # the last row collects invalid targets
         return ranks[:-1].view(*batch.input_ids.shape, self.depth)
 
     def save_pretrained(self, folder: str | Path) -> None:

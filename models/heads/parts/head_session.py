@@ -12,9 +12,16 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
+from drafthead.models.decoding.drafter import (
+    DraftConfig,
+    Proposal,
+    SessionPart,
+    last_valid,
+    map_active,
+    take_rows,
+)
 from drafthead.models.decoding.growth import StepwiseSession
-from drafthead.models.decoding.node_cache import LMSession, NodeCache
+from drafthead.models.decoding.node_cache import NodeCache
 from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
@@ -22,19 +29,27 @@ from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.token_tree import causal_mask
 
 
-class LayerCache(NodeCache):
-    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark)."""
+class LayerCache(NodeCache, SessionPart):
+    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark).
 
-    def __init__(self, layer: Layer, shape: CacheShape, rows: int) -> None:
-        """Create an empty cache.
+    The layers read committed tokens again, because the base's own states replace those that the head predicted.
+    """
 
-        Args:
-            layer: function that runs all attention layers of the head over their inputs [B, F, input width].
-            shape: number of layers and sizes of their keys and values.
-            rows: number of rows B.
+    def __init__(
+        self, layer: Layer, shape: CacheShape, rows: int, inputs: Callable[[HiddenStates], Tensor] | None = None
+    ) -> None:
+        """``layer`` runs all attention layers of the head over their inputs [B, F, input width].
+
+        ``inputs`` returns these inputs at committed tokens; a subclass may override ``commit`` instead.
         """
         super().__init__(rows)
-        self._layer, self._shape = layer, shape
+        self._layer, self._shape, self._inputs = layer, shape, inputs
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        assert self._inputs is not None and base_hidden is not None
+        self.append(map_active(self._inputs, base_hidden, counts), counts)
 
     def new_cache(self, capacity: int, rows: int) -> TreeCache:
         return TreeCache.empty(self._shape, capacity, rows)
@@ -70,7 +85,7 @@ class LayerCache(NodeCache):
 
 
 class HeadSession(StepwiseSession):
-    """State of a head for the rows being decoded: the base's last hidden state and the head's own caches.
+    """State of a head for the rows being decoded: the base's last hidden state, and parts such as the head's caches.
 
     The decoder calls ``commit`` with the tokens that it has committed, and ``StepwiseSession.draft``. That calls
     ``start``, and ``expand`` for every level of the tree. Methods named ``draft_...`` compute in drafting what the
@@ -79,63 +94,50 @@ class HeadSession(StepwiseSession):
 
     drafter: DraftHead
     """The trained head. ``StepwiseSession`` reads its ``depth``, ``vocab_size`` and ``d2t``."""
+    context: LayerCache  # of heads with attention layers
 
-    def __init__(self, head: DraftHead, rows: int) -> None:
+    def __init__(self, head: DraftHead, rows: int, *parts: SessionPart) -> None:
         self.drafter, self.lengths = head, [0] * rows
         self.inference_head = head.inference()
         """The head's inference copy, which all computations use. Its linear layers are packed copies. It shares its
         other weights with the trained head, and also ``packed``, where such copies are stored (``PackedCopies``)."""
-        self.hidden: Tensor = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
-        """[B, D] the base's final hidden state at the last token that it has read; nan before the first ``commit``."""
+        self.hidden: Tensor = head.target_lm_head.weight.new_zeros(rows, head.base.hidden_size)
+        """[B, D] the base's final hidden state at the last token that it has read; zeros in an empty row."""
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
-        """The induction head's context; None without an induction head."""
-        self.context: LayerCache | None = None
-        """Keys and values of the head's own attention layers; None if it has none."""
-        self.lm: LMSession | None = None
-        """The session of the causal LM that computes the levels: for a draft LM, and for Kangaroo without the target's
-        cache; else None."""
+        self.parts = parts if self.copied is None else (*parts, self.copied)
+
+    @property
+    def room(self) -> int:
+        return min((part.room for part in self.parts), default=super().room)
 
     @torch.inference_mode()
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         if base_hidden is not None:
-            self.hidden = last_valid(base_hidden.final, counts)
-            if self.context is not None:
-                self.extend_context(self.context, tokens, counts, base_hidden)
-        # Only a causal LM keeps the accepted ``nodes`` that drafting has read. Layers read committed tokens again,
-        # because the base's own states replace those that the head predicted.
-        if self.lm is not None:
-            self.lm.commit(tokens, counts, base_hidden, nodes)
-        if self.copied is not None:
-            self.copied.append(tokens, counts)
+            self.hidden = last_valid(base_hidden.final, counts, self.hidden)
+        for part in self.parts:
+            part.commit(tokens, counts, base_hidden, nodes)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        """Commit the attention layers' inputs at newly committed tokens to ``context``.
-
-        By default the inputs are ``base_hidden.final``. ``tokens`` [B, T] and ``counts`` are those of ``commit``.
-        """
-        context.commit(base_hidden.final.to(self.inference_head.dtype), counts)
+    def drafted(self, proposal: Proposal) -> Proposal:
+        for part in self.parts:
+            proposal = part.drafted(proposal)
+        return proposal
 
     def select(self, rows: list[int]) -> None:
         self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
-        for part in (self.copied, self.context, self.lm):
-            if part is not None:
-                part.select(rows)
+        for part in self.parts:
+            part.select(rows)
 
     def rollback(self, lengths: list[int]) -> None:
         self.lengths = lengths
-        for part in (self.copied, self.lm):
-            if part is not None:
-                part.rollback(lengths)
+        for part in self.parts:
+            part.rollback(lengths)
 
     def draft_hidden(self) -> Tensor:
-        """Return the hidden state [B, D] from which the head drafts in each row: the input of its first computation.
-
-        By default it is the base's final hidden state at the last token that the base has read.
-        """
+        """Return the hidden state [B, D] from which the head drafts in each row; by default the base's last one."""
         return self.hidden
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
@@ -147,8 +149,7 @@ class HeadSession(StepwiseSession):
     def draft_sinks(self) -> Tensor | None:
         """Return the states from which the induction head decides whether to copy, for each tree level: [B, levels, D].
 
-        With [B, 1, D], all levels share one state. With None, the method ``level`` computes the states later and passes
-        them to ``copied.start`` itself.
+        With [B, 1, D], all levels share one state. With None, ``level`` passes them to ``copied.start`` later.
         """
         return self.hidden[:, None]
 
@@ -172,9 +173,8 @@ class HeadSession(StepwiseSession):
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D].
 
-        ``hidden`` [B, D] is ``draft_hidden()``, and ``last_token`` [B] the last committed token. Sessions of heads that
-        attend but do not read their drafts define this method. It is called instead of the head's ``all_inputs``, which
-        cannot attend to the session's ``context``.
+        ``hidden`` [B, D] is ``draft_hidden()``. Sessions of heads that attend but do not read their drafts define this
+        method. It is called instead of the head's ``all_inputs``, which cannot attend to the session's ``context``.
         """
         raise NotImplementedError
 
@@ -195,15 +195,13 @@ class HeadSession(StepwiseSession):
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
 
-        ``tokens`` [B, F] and ``parents`` [B, F] are those of ``expand``. If the head does not read its drafts, all
-        nodes of a level share one distribution, and the results have F = 1. A Markov correction and an induction head
-        are not included: ``expand`` adds them.
+        If the head does not read its drafts, all nodes of a level share one distribution, and the results have F = 1.
+        ``expand`` adds a Markov correction and an induction head.
         """
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
 
         def attend(x: Tensor) -> Tensor:
-            assert self.context is not None
             return self.context.start(x) if k == 0 else self.context.expand(x, parents)
 
         def read(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:

@@ -11,8 +11,8 @@ projection starts as the codes of the draft vocabulary. If nothing matches, the 
 nothing; only its score depends on a hidden state. Everything else depends on token ids only, so the context needs no
 forward pass, and every node of a tree has a prediction of its own.
 
-Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, K draft positions, n targets, D width, r
-rank, W draft vocabulary, V target vocabulary.
+Shape legend: B rows, T tokens of the context, A anchors, S anchors of a span, F frontier nodes, K draft positions, D
+width, r rank, W draft vocabulary, V target vocabulary.
 """
 
 from copy import copy
@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.parts import BaseParts
-from drafthead.models.decoding.drafter import last_valid, take_rows
-from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
+from drafthead.models.decoding.drafter import SessionPart, last_valid, take_rows
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.system.devices import on_device
 
 SHARPNESS = (16.0, 6.0)
@@ -47,7 +47,6 @@ class InductionHead(nn.Module):
     """
 
     def __init__(self, base: BaseParts, rank: int) -> None:
-        """Create a head for ``base`` whose codes have ``rank`` numbers."""
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
@@ -65,7 +64,7 @@ class InductionHead(nn.Module):
             nn.init.constant_(self.sink.bias, SINK)
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy that looks codes up in ``table`` instead of computing them; ``dtype`` is ignored."""
+        """Return a copy that looks codes up in ``table``; ``dtype`` is ignored."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -95,50 +94,47 @@ class InductionHead(nn.Module):
     def forward(
         self, last: Tensor, before: Tensor, state: Tensor, context: Tensor, seen: Tensor, paired: Tensor
     ) -> Tensor:
-        """Return the average code of the tokens that each of F paths copies, [B, F, r].
+        """Return the average code of the tokens that the paths of S anchors copy at K draft positions, [K, S, r].
 
         Args:
-            last: [B, F, 3, r] codes of the paths' last tokens.
-            before: [B, F, 3, r] codes of the tokens before them.
-            state: [B, F, D] hidden states from which the sink's score is computed.
-            context: [B, T, 3, r] codes of the context.
-            seen: [B, F or 1, T] bool: True for tokens that may be copied. Token 0 of a row is never copied.
-            paired: [B or 1, T] bool: True for tokens with at least two tokens of their document before them.
+            last: [K, S, r] LAST codes of the paths' last tokens.
+            before: [K, S, r] BEFORE codes of the tokens before them.
+            state: [K or 1, S, D] hidden states from which the sink's score is computed.
+            context: [T, 3, r] codes of the context.
+            seen: [S, T] bool: True for tokens that may be copied. Token 0 is never copied.
+            paired: [T] bool: True for tokens with at least two tokens of their document before them.
         """
         # Column j - 1 is the score of copying token j. It compares token j - 1 with the path's last token, and token
         # j - 2 with the token before the last.
         one, two = self.sharpness / self.rank
-        scores = (one * last[..., LAST, :]) @ context[:, :-1, LAST].transpose(1, 2)
-        pairs = (two * before[..., BEFORE, :]) @ context[:, :-2, BEFORE].transpose(1, 2)
-        scores = scores + F.pad(pairs.masked_fill(~paired[:, None, 2:], 0.0), (1, 0))[..., : scores.shape[-1]]
-        scores = torch.cat([scores.masked_fill(~seen[..., 1:], -torch.inf), self.sink(state).to(scores.dtype)], -1)
+        scores = (one * last) @ context[:-1, LAST].t()
+        pairs = (two * before) @ context[:-2, BEFORE].t()
+        scores = scores + F.pad(pairs.masked_fill(~paired[2:], 0.0), (1, 0))[..., : scores.shape[-1]]
+        sinks = self.sink(state).to(scores.dtype).expand(len(scores), -1, -1)
+        scores = torch.cat([scores.masked_fill(~seen[:, 1:], -torch.inf), sinks], -1)
         weights = scores.float().softmax(-1)[..., :-1].to(context.dtype)
-        return weights @ context[:, 1:, COPIED]
+        return weights @ context[1:, COPIED]
 
-    def at_targets(self, batch: TrainBatch, states: list[Tensor], draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes for all targets at each draft position, [K, n, r].
+    def at_anchors(self, batch: TrainBatch, states: Tensor, draft_targets: DraftTargets) -> Tensor:
+        """Return the copied codes at all draft positions of all anchors, [K, A, r].
 
-        The sink's score at an anchor is computed from ``states[k]`` [B, T, D], for draft position k from 0.
+        The sink's score is computed from ``states`` [K, A, D], or [1, A, D] if all draft positions share the states.
         """
-        if len(draft_targets.target_idx) == 0:
-            return states[0].new_zeros(len(states), 0, self.rank)
-        anchors, slots = anchors_of(draft_targets, batch.input_ids)
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        documents, codes = batch.document_ids, self.codes(batch.input_ids)
-        causal = documents[:, None] == documents.gather(1, anchors)[..., None]
-        causal &= torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None]
-        seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
-        context, copied = (codes, seen, batch.position_ids > 1), []
-        for k, (state, anchor_idx) in enumerate(zip(states, draft_targets.anchor_idx, strict=True)):
-            state = state[rows, anchors].nan_to_num().to(self.sharpness.dtype)
-            before, last = (codes[rows, (anchors + k + n).clamp(max=codes.shape[1] - 1)] for n in (0, 1))
-            # Recomputed in the backward pass; otherwise every position would store S x T scores.
-            out: Tensor = checkpoint(self, last, before, state, *context, use_reentrant=False)
-            copied.append(out.flatten(0, 1)[slots[anchor_idx]])
-        return torch.stack(copied)
+        codes, after = self.codes(batch.input_ids.flatten()), draft_targets.last_read
+        last, before = codes[:, LAST][after], codes[:, BEFORE][after - 1]
+        states, paired = states.nan_to_num().to(self.sharpness.dtype), batch.position_ids.flatten() > 1
+        copied = [last[:, :0]]  # without anchors there is no span
+        for span in draft_targets.seen.spans(len(after)):
+            keys = torch.arange(span.keys.start, span.keys.stop, device=codes.device)
+            seen = span.seen & (keys > span.first[:, None])  # nothing precedes a document's first token
+            queries = (values[:, span.queries] for values in (last, before, states))
+            # Recomputed in the backward pass; otherwise every span would store its scores.
+            context = codes[span.keys], seen, paired[span.keys]
+            copied.append(checkpoint(self, *queries, *context, use_reentrant=False))
+        return torch.cat(copied, 1)
 
 
-class InductionContext:
+class InductionContext(SessionPart):
     """The induction head in drafting: keys and values of the committed tokens, read for one tree level after the other.
 
     One product ``keys @ query`` gives the summed scores for matches of the last token and of the token before. The key
@@ -154,14 +150,20 @@ class InductionContext:
     """
 
     def __init__(self, head: InductionHead, rows: int) -> None:
-        """Create an empty context for ``rows`` rows; ``head`` is an inference copy."""
+        """``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
-        self._keys = self._values = self._before = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
+        self._keys = self._values = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
+        self._before = head.sharpness.new_zeros(rows, 1, head.rank)
         self._tokens = torch.zeros(rows, 0, dtype=torch.int64, device=self._keys.device)
 
     @torch.inference_mode()
-    def append(self, tokens: Tensor, counts: list[int]) -> None:
-        """Add the first ``counts[b]`` of ``tokens`` [B, T] to the context of row b."""
+    def commit(
+        self,
+        tokens: Tensor,
+        counts: list[int],
+        base_hidden: HiddenStates | None = None,
+        nodes: Tensor | None = None,
+    ) -> None:
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:
             capacity, known = 2 * (max(self._lengths) + new) + INITIAL_ROOM, self._keys.shape[1]
@@ -179,21 +181,20 @@ class InductionContext:
         self._values[row, at] = codes[..., COPIED, :]
         self._tokens[row, at] = tokens
         self._values[:, 0] = 0.0
-        self._before = last_valid(codes[..., BEFORE, :], counts)[:, None]
+        self._before = last_valid(codes[..., None, BEFORE, :], counts, self._before)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only."""
         self._lengths = [self._lengths[row] for row in rows]
         self._keys, self._values, self._before, self._tokens = (
             take_rows(t, rows) for t in (self._keys, self._values, self._before, self._tokens)
         )
 
     def rollback(self, lengths: list[int]) -> None:
-        """Keep only the first ``lengths[b]`` committed tokens of row b."""
         self._lengths = list(lengths)
         if max(lengths):
-            self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
+            last = last_valid(self._tokens, lengths, self._tokens[:, 0])
+            self._before = self._head.codes(last)[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
         """Start a tree. The sink's score on tree level i (from 0) is computed from ``states[:, i]`` of [B, n, D].
@@ -210,9 +211,7 @@ class InductionContext:
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
 
-        Args:
-            tokens: [B, F] int64, the nodes' tokens.
-            parents: [B, F] int64 index of each node's parent on the level above; 0 for the root.
+        ``parents`` [B, F] int64 is the index of each node's parent on the level above; 0 for the root.
         """
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))

@@ -5,7 +5,7 @@ that vocabulary, because computing the base's mass outside it would cost its who
 q_v)`` is the probability that speculative sampling would accept the draft if the base, too, were limited to the draft
 vocabulary. alpha is therefore an upper bound of the true acceptance rate. q = p maximises both.
 
-Shape legend: K draft positions, n targets, c targets of a chunk, D width, W draft vocabulary.
+Shape legend: K draft positions, A anchors, n targets, c targets of a chunk, D width, W draft vocabulary.
 """
 
 import math
@@ -296,10 +296,8 @@ class Labels:
     weights: Tensor | None = None
     """[K, n] float weight of each prediction in the loss; None: all 1."""
     anchor_idx: Tensor | None = None
-    """[K, n] int64 anchor of each prediction: flat index (row * T + t) of the token from whose hidden state the head
-    drafts; only D-PACE needs it."""
-    positions: int = 0
-    """Number of tokens in the batch (all of ``anchor_idx`` are below it); only D-PACE needs it."""
+    """[K, n] int64 index of the anchor that predicts each target, among the A anchors of the projections' inputs; None:
+    anchor i predicts target i."""
     target_hidden: Tensor | None
     """[n, D] the base's final hidden state one token before each target, which gives the base's distribution p of the
     target; None if no term of the loss needs p."""
@@ -311,6 +309,12 @@ class Labels:
         if self.target_lm_head is None or self.target_hidden is None:
             return None
         return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
+
+    def anchors(self) -> Tensor:
+        """Return ``anchor_idx``, also if it is None."""
+        if self.anchor_idx is not None:
+            return self.anchor_idx
+        return torch.arange(self.valid.shape[1], device=self.valid.device).expand_as(self.valid)
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
@@ -336,12 +340,12 @@ def heads_loss(
     not grow with n * W.
 
     Args:
-        hidden: [K, n, D] inputs of the projections at the targets.
+        hidden: [K, A, D] inputs of the projections at the anchors.
         heads: the projection of each of the K draft positions; an object may occur several times.
         labels: the labels of the n targets.
         config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
-        confidence: [K, n] logits of each draft's predicted acceptance; None without a confidence head. Not used if
+        confidence: [K, A] logits of each draft's predicted acceptance; None without a confidence head. Not used if
             ``config.confidence`` is 0.
         position_weights: the weights w_k of the K draft positions; None: those of ``config``.
 
@@ -373,32 +377,31 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: i
 
     It is 0 for invalid targets and for targets outside the draft vocabulary.
     """
-    probs = torch.zeros(labels.valid.shape, device=hidden.device)
-    for start in range(0, hidden.shape[1], rows):
+    probs, anchors = torch.zeros(labels.valid.shape, device=hidden.device), labels.anchors()
+    for start in range(0, probs.shape[1], rows):
         span = slice(start, start + rows)
         for k, head in enumerate(heads):
-            product = head.product(hidden[k, span].to(head.trained[0].dtype))
+            product = head.product(hidden[k].index_select(0, anchors[k, span]).to(head.trained[0].dtype))
             chunk = LossChunk(head, product, labels.ids[span], labels.valid[k, span])
             probs[k, span] = (chunk.target_logits - chunk.lse).exp() * chunk.ce_weights
     return probs
 
 
-def dpace_weights(probs: Tensor, labels: Labels) -> Tensor:
-    """Return D-PACE's weights [K, n] from the head's probabilities ``probs`` [K, n] of the true tokens.
+def dpace_weights(probs: Tensor, labels: Labels, count: int) -> Tensor:
+    """Return D-PACE's weights [K, n] from the probabilities ``probs`` [K, n] of the true tokens from ``count`` anchors.
 
     Probabilities are first mapped linearly from [0, 1] to [``DPACE_FLOOR``, 1]; q has the results. The expected number
     of accepted drafts is then ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the products that contain
     q_j, divided by K. Example: q = (0.8, 0.5, 0.5) has the products 0.8, 0.4, 0.2 and the weights 1.4/3, 0.6/3, 0.2/3.
     """
-    assert labels.anchor_idx is not None
-    depth, anchor_idx = len(probs), labels.anchor_idx
+    depth, anchors = len(probs), labels.anchors()
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
     # Ordered by anchor: a product multiplies the positions of one anchor, whose targets are different tokens.
-    by_anchor = probs.new_zeros(depth, labels.positions + 1)
-    by_anchor.scatter_(1, torch.where(labels.valid, anchor_idx, labels.positions), floored)
+    by_anchor = probs.new_zeros(depth, count + 1)  # the last column collects invalid predictions
+    by_anchor.scatter_(1, torch.where(labels.valid, anchors, count), floored)
     reached = by_anchor.cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0) / depth
-    return weights.gather(1, anchor_idx)
+    return weights.gather(1, anchors)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -416,7 +419,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: int,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        depth, n, _ = hidden.shape
+        (depth, n), anchors = labels.valid.shape, labels.anchors()
         grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
         # A bfloat16 sum over many chunks would lose the later ones: 256 + 1 rounds to 256.
         wide = torch.promote_types(weights[0].dtype, torch.float32)
@@ -427,7 +430,7 @@ class _ChunkedLoss(torch.autograd.Function):
         trained = [[(next(gradients), columns) for columns in head.trained_columns] for head in heads]
         paced = None
         if config.paced and training:
-            paced = dpace_weights(_true_probs(hidden, heads, labels, rows), labels)
+            paced = dpace_weights(_true_probs(hidden, heads, labels, rows), labels, hidden.shape[1])
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
@@ -435,23 +438,25 @@ class _ChunkedLoss(torch.autograd.Function):
             compared = config.needs_target_probs or confidence is not None or not training
             target = labels.distribution(span) if compared else None
             for k in range(depth):
-                h = hidden[k, span].to(heads[k].trained[0].dtype)
-                valid = labels.valid[k, span]
+                predicted_from, valid = anchors[k, span], labels.valid[k, span]
+                h = hidden[k].index_select(0, predicted_from).to(heads[k].trained[0].dtype)
                 chunk = LossChunk(heads[k], heads[k].product(h), labels.ids[span], valid)
                 stats[k] += chunk.stats(None if training else target)
                 if labels.weights is not None:
                     chunk.weigh(labels.weights[k, span])
                 if paced is not None:
                     chunk.weigh(paced[k, span])
-                chunk_confidence = None if confidence is None else confidence[k, span]
+                chunk_confidence = None if confidence is None else confidence[k].index_select(0, predicted_from)
                 loss, gradient, by_confidence = chunk.loss_and_gradient(target, config, chunk_confidence)
                 total += position_weights[k] * loss
                 if training:
                     gradient = (position_weights[k] * gradient).to(h.dtype)
                     if grad_hidden is not None:
-                        grad_hidden[k, span] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
+                        by_h = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
+                        grad_hidden[k].index_add_(0, predicted_from, by_h)  # invalid predictions add 0
                     if grad_confidence is not None and by_confidence is not None:
-                        grad_confidence[k, span] = (position_weights[k] * by_confidence).to(grad_confidence.dtype)
+                        by_c = (position_weights[k] * by_confidence).to(grad_confidence.dtype)
+                        grad_confidence[k].index_add_(0, predicted_from, by_c)
                     for grad_weight, columns in trained[k]:
                         if grad_weight is None:
                             continue

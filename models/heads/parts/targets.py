@@ -1,14 +1,13 @@
 """Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
 An anchor is a position t of the text from whose ``h_t`` a head drafts. The target of draft position k at that anchor
-is ``x_{t+1+k}``, with k from 1. Heads compute their predictions anchor by anchor. Losses need the predictions in the
-order of targets, because the base's distribution at a target is computed once for all draft positions. ``DraftTargets``
-translates.
+is ``x_{t+1+k}``, with k from 1. Heads compute anchor by anchor. Only the loss goes through the targets, because the
+base's distribution at a target is computed once for all draft positions.
 
-Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, V target vocabulary.
+Shape legend: B batch, T time, N = B * T tokens, A anchors, K draft positions, n targets, D width, V target vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,101 +15,78 @@ from torch import Tensor
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.losses import Labels, chunk_rows
+from drafthead.models.kernels.packed import PackedMask
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTargets:
-    """Targets of a batch, with the anchor from which each draft position predicts them. Indices are flat: row * T + t.
+    """The anchors and targets of a batch. Tokens have flat indices: row * T + t.
 
     Example: the row is ``a b c d`` and K = 2. The target ``c`` is predicted by position 1 from ``a`` (t = 0). The
-    target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``.
+    target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``. The anchors are 0 and 1.
     """
 
+    anchors: Tensor
+    """[A] int64 flat index of each anchor, ascending."""
     target_idx: Tensor
-    """[n] int64 flat index of each target token."""
+    """[n] int64 flat index of each target, ascending."""
     valid: Tensor
     """[K, n] bool: entry [k - 1, i] is True if draft position k (from 1) is trained on target i."""
     anchor_idx: Tensor
-    """[K, n] int64 flat index of the anchor of each prediction. Where ``valid`` is false, it is an arbitrary index
-    within the batch."""
+    """[K, n] int64 index in ``anchors`` of the anchor of each prediction; arbitrary where ``valid`` is false."""
+    mask: PackedMask
+    """Keys that each of the N tokens attends to."""
+    seen: PackedMask
+    """Keys that each anchor attends to."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
-    host: "DraftTargets | None" = None
-    """The same targets in host memory, if this object is a copy on a device. Anchors are listed on the host; listing
-    them on the device would make the host wait for it."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, depth: int, one_prediction: bool = False) -> "DraftTargets":
+    def of(
+        cls, batch: TrainBatch, depth: int, device: torch.device | str | None = None, most: int | None = None
+    ) -> "DraftTargets":
         """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
 
-        If the batch has weights, predictions with weight 0 are left out, and so are draft positions that it has no
-        weights for. ``one_prediction``: all draft positions predict a token by equal logits, so ``depth`` is 1, and the
-        weight of a token is its largest one at any draft position.
+        The batch is in host memory, and the result on ``device`` (None: there, too). ``most``: use at most this many
+        anchors, drawn at random.
         """
-        if batch.host is not None:
-            return cls.of(batch.host, depth, one_prediction).to(batch.input_ids.device)
-        valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
-        for k in range(1, depth + 1):
-            _, at_anchor = batch.next_tokens(k)
-            valid[k - 1, :, 1 + k :] = at_anchor[:, : -(1 + k)]
-        flat_valid = valid.flatten(1)
-        weights = None
-        if batch.weights is not None:
-            weights = batch.weights.flatten(0, 1).t()
-            weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
-            weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
-            flat_valid = flat_valid & (weights > 0)
-        target_idx = flat_valid.any(0).nonzero()[:, 0]
+        device = batch.input_ids.device if device is None else torch.device(device)
+        by_anchor = torch.stack([batch.next_tokens(k)[1] for k in range(1, depth + 1)]).flatten(1)
+        used = by_anchor.any(0)
+        anchors = used.nonzero()[:, 0]
+        if most is not None and most < len(anchors):
+            anchors = anchors[torch.randperm(len(anchors), device=anchors.device)[:most]].sort().values
+            used = torch.zeros_like(used).index_fill_(0, anchors, True)
+        valid = torch.stack([(valid_k & used).roll(2 + k) for k, valid_k in enumerate(by_anchor)])
+        target_idx = valid.any(0).nonzero()[:, 0]
+        number = (used.cumsum(0) - 1).clamp_(min=0)  # of each anchor
         offsets = torch.arange(2, depth + 2, device=target_idx.device)
-        return cls(
-            target_idx=target_idx,
-            valid=flat_valid[:, target_idx],
-            anchor_idx=(target_idx[None] - offsets[:, None]).clamp_(min=0),
-            weights=None if weights is None else weights[:, target_idx],
-        )
+        mask = PackedMask.of(batch.document_ids, device)
+        indices = {
+            "anchors": anchors,
+            "target_idx": target_idx,
+            "valid": valid[:, target_idx],
+            "anchor_idx": number[(target_idx - offsets[:, None]).clamp_(min=0)],
+        }
+        moved = {name: index.to(device, non_blocking=True) for name, index in indices.items()}
+        return cls(**moved, mask=mask, seen=mask.at(anchors.cpu()))
 
-    def subset(self, count: int) -> "DraftTargets":
-        """Return the targets of at most ``count`` anchors, drawn at random; predictions from others become invalid."""
-        if self.host is not None:
-            return self.host.subset(count).to(self.target_idx.device)
-        anchors = self.anchors
-        if len(anchors) <= count:
-            return self
-        drawn = anchors[torch.randperm(len(anchors), device=anchors.device)[:count]]
-        valid = self.valid & torch.isin(self.anchor_idx, drawn)
-        used = valid.any(0)
-        return DraftTargets(
-            target_idx=self.target_idx[used],
-            valid=valid[:, used],
-            anchor_idx=self.anchor_idx[:, used],
-            weights=None if self.weights is None else self.weights[:, used],
-        )
+    def weighted(self, weights: Tensor, one_prediction: bool) -> "DraftTargets":
+        """Return these targets with the ``weights`` of a batch, [B, T, K]; predictions of weight 0 become invalid.
 
-    def to(self, device: torch.device) -> "DraftTargets":
-        """Return a copy on ``device``, without waiting for the transfer; return self if already there."""
-        if device == self.target_idx.device:
-            return self
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return DraftTargets(**moved, host=self)
+        So do those of draft positions that ``weights`` lacks. ``one_prediction``: all draft positions predict a token
+        by equal logits, and the weight of a token is its largest one at any draft position.
+        """
+        depth, weights = len(self.valid), weights.flatten(0, 1)[self.target_idx].t()
+        weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
+        return replace(self, weights=weights, valid=self.valid & (weights > 0))
 
     @property
-    def anchors(self) -> Tensor:
-        """Flat indices of the anchors of all valid predictions, ascending, each once."""
-        host = self.host or self
-        anchors: Tensor = torch.unique(host.anchor_idx[host.valid])
-        return anchors.to(self.target_idx.device, non_blocking=True)
-
-    def before_targets(self, values: Tensor) -> Tensor:
-        """Return ``values`` [B, T, D] at the position before each target, equal for all K positions: [K, n, D]."""
-        return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
-
-    def to_anchors(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
-        """Move ``values`` [n, D] of draft position k (0-based) from its targets to their anchors: [B, T, D].
-
-        Other positions get zeros. ``shape`` is (B, T).
-        """
-        flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
-        return flat.index_add(0, self.anchor_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
+    def last_read(self) -> Tensor:
+        """[K, A] int64 flat index of the token before each draft: ``t + k`` for position k (from 1) of anchor t."""
+        offsets = torch.arange(1, len(self.valid) + 1, device=self.anchors.device)
+        return (self.anchors + offsets[:, None]).clamp_(max=self.mask.tokens - 1)
 
     def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
         """Return the labels for the loss, with the base's final state at the position before each target.
@@ -122,7 +98,6 @@ class DraftTargets:
             valid=self.valid,
             weights=self.weights,
             anchor_idx=self.anchor_idx,
-            positions=batch.input_ids.numel(),
             target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
         )
@@ -152,26 +127,3 @@ def has_next(documents: Tensor) -> Tensor:
     followed = torch.zeros_like(documents, dtype=torch.bool)
     followed[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
     return followed
-
-
-def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the anchors of each row of ``ids`` [B, T], and the index of each batch position among the anchors.
-
-    Rows with fewer than S anchors are padded with other positions, whose results are not used. Example: of two rows of
-    four tokens, the first has the anchors 0 and 2, and the second has the anchor 1. The anchors are [[0, 2], [1, 0]],
-    flattened 0 2 1 0. Flat position 5 (row 1, t = 1) has the index 2 in the flattened anchors.
-
-    Returns:
-        [B, S] int64 positions of the anchors in their rows, and [B * T] int64 indices into the flattened anchors, which
-        are arbitrary for positions that are not anchors.
-    """
-    rows, time = ids.shape
-    host = draft_targets.host or draft_targets
-    used = torch.zeros(rows * time, dtype=torch.bool, device=host.valid.device)
-    used[host.anchor_idx[host.valid]] = True
-    used = used.view(rows, time)
-    most = int(used.sum(1).max())
-    anchors = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    slots = torch.zeros_like(used, dtype=torch.int64)
-    slots.scatter_(1, anchors, torch.arange(rows * most, device=used.device).view(rows, most))
-    return anchors.to(ids.device, non_blocking=True), slots.flatten().to(ids.device, non_blocking=True)

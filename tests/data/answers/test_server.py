@@ -112,8 +112,8 @@ def test_slow_answers_are_given_up_and_requested_again(server: Any) -> None:
     ("fault", "says"),
     [
         ("400", r"refuses prompt \d+ \(400: injected.*answers are kept"),
-        ("401", r"refuses access \(401: injected.*OPENAI_API_KEY is not set"),
-        ("404", r"does not serve completions of this model \(404.*server.url"),
+        ("401", r"refuses prompt \d+ \(401: injected.*OPENAI_API_KEY is not set"),
+        ("404", r"refuses prompt \d+ \(404.*does not serve completions of this model.*server.url"),
     ],
 )
 def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: str, says: str) -> None:
@@ -155,7 +155,7 @@ def test_no_prompt_follows_a_redirect(server: Any, completions_server: Callable[
     other = completions_server(answer, TOKENIZER, frozenset({EOS}))
     server.elsewhere = other.url
     server.fault = lambda number, body: "redirect"
-    with pytest.raises(UserError, match=f"redirects a first prompt to {other.url}/v1/completions, which gets no prom"):
+    with pytest.raises(UserError, match=f"redirects to {other.url}/v1/completions.*: no prompt is sent there"):
         collect(backend(server))
     assert len(server.bodies) == 1 and not other.bodies
 
@@ -307,7 +307,7 @@ STOPPED, CUT = {"finish_reason": "stop"}, {"finish_reason": "length"}
         ({"choices": ["hi"]}, BAD, "without an answer"),
         (one({"finish_reason": "abort", "token_ids": [70]}), BAD, "ended by 'abort'"),
         (one(STOPPED), BAD, "no token ids below 259"),
-        *((one({**STOPPED, "token_ids": [odd]}), BAD, "no token ids below 259") for odd in (259, -1, True)),
+        *((one({**STOPPED, "token_ids": [odd]}), BAD, "no token ids below 259") for odd in (259, True)),
         (one({**CUT, "token_ids": [70] * 5}), BAD, "5 tokens"),
         (one({**STOPPED, "text": None}), BAD, "no text"),
         *((one({**STOPPED, "token_ids": []}, u), BAD, "an empty answer") for u in (None, {"completion_tokens": 0})),
@@ -329,7 +329,7 @@ def test_an_empty_answer_is_accepted_if_one_token_was_generated(fields: dict[str
 
 def test_ends_of_turns_may_be_ignored() -> None:
     assert parse(one({**CUT, "token_ids": [70, EOS, 71, 72]}), ignore_eos=True)[0] == [70, EOS, 71, 72]
-    with pytest.raises(UserError, match="ended the answer to prompt 7 although ignore_eos was requested"):
+    with pytest.raises(UserError, match="ended answer 7 despite ignore_eos"):
         parse(one({**STOPPED, "token_ids": [70, EOS]}), ignore_eos=True)
 
 

@@ -20,14 +20,14 @@ import torch
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve
-from drafthead.eval.engines.servers import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
-from drafthead.eval.metrics.served import engine_failures, engine_lines
+from drafthead.eval.metrics.engine_comparison import engine_failures, engine_lines
 from drafthead.eval.report.tables import console_lines, markdown_table
-from drafthead.eval.timing.interleaved import run_interleaved
+from drafthead.eval.timing.interleaved import one_by_one, run_interleaved
 from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -130,7 +130,7 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
     prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
     with serve(base, head or trained(base), config, folder, lambda line: None) as engines:
         methods = {name: method.answer for name, method in engine_methods(base, engines, config).items()}
-        methods["autoregressive"] = lambda ids: decode(base, None, ids, max_new_tokens=NEW)
+        methods["autoregressive"] = one_by_one(lambda ids: decode(base, None, ids, max_new_tokens=NEW))
         built = lambda prompt, answers: base.prompt_ids(prompt.messages)  # noqa: E731
         timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
     pairs = zip(timed.results["vllm"], timed.results["autoregressive"], strict=True)

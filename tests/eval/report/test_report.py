@@ -1,6 +1,5 @@
 """The page is whole and safe, its tables say what was measured, and the figures take what runs leave behind."""
 
-import copy
 import html
 import io
 import json
@@ -177,13 +176,6 @@ def on_console(found: dict[str, Any]) -> str:
     return captured.get()
 
 
-def test_nothing_measured_draws_nothing() -> None:
-    nothing = evaluation_of(task_results(None, same=0))
-    assert list(plots.draw_figures(nothing, [])) == []
-    nothing["tree"]["choices"] = []
-    assert list(plots.draw_figures(nothing, [{"phase": "a", "step": 1, "lr": 0.1}])) == []
-
-
 def test_phases_follow_one_another_although_steps_start_again() -> None:
     figure = plots.training(LOG, "loss_")
     assert figure is not None
@@ -324,45 +316,6 @@ def test_a_lossy_rule_stands_beside_every_speedup_of_its_method(compared: dict[s
     page = page_of(tmp_path, lossless)
     assert "lossy" not in page
     assert tables.rule_line(lossless).startswith("rule: exact, lossless; sampler: temperature 1, top-p 0.9; ")
-
-
-def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:
-    assert re.search(r"overall .* 1\.40x .* 1\.30–1\.50 .* 3 of 3", on_console(evaluation()))
-    text = on_console(compared)
-    assert "prompt_lookup" in text and "TV 0.313" in text
-    lines = tables.console_lines(compared)
-    assert "autoregressive 91.5 (our loop), 77.5 (transformers over our modules)" in lines[0]
-    assert any(line.startswith("rule: typical, lossy: total variation 0.31 ") for line in lines)
-
-
-def test_acceptance_by_part_of_the_answers_is_a_line(compared: dict[str, Any], tmp_path: Path) -> None:
-    spans = [{"span": "thinking", "mean_accepted_length": 2.5, "tokens": 1234}]
-    spans += [{"span": "answer", "mean_accepted_length": None, "tokens": 5}]
-    line = "mean accepted length by part of the answers: thinking 2.50 (1,234 tokens), answer – (5 tokens)"
-    for shown, by_span in ((True, spans), (False, spans[:1])):
-        found = compared | {"by_span": by_span}
-        assert (line in tables.console_lines(found)) == (f"<p>M{line[1:]}.</p>" in page_of(tmp_path, found)) == shown
-
-
-def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any], tmp_path: Path) -> None:
-    changed = copy.deepcopy(compared)
-    entry = changed["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
-    outputs = changed["overall"]["methods"]["speculative"]["identical_outputs"]
-    outputs["near_ties"] = [entry | {"prompt": n, "margin": 1e-5} for n in range(20)]
-    page = page_of(tmp_path, changed)
-    assert "<summary>13 more</summary>" in page
-    assert page.index("Different: prompt_lookup") < page.index("Near-tie: speculative"), "faults come first"
-
-
-def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: dict[str, Any], tmp_path: Path) -> None:
-    found = copy.deepcopy(compared)
-    for group in (*found["tasks"].values(), found["overall"]):
-        for numbers in (group, *group["methods"].values()):
-            numbers.pop("identical_outputs", None)
-    page = page_of(tmp_path, found)
-    assert "outputs identical" not in page
-    assert not any("identical" in line for line in tables.console_lines(found))
-    assert tables.markdown_table(found).splitlines()[4].endswith("| – |")
 
 
 def test_the_waterfall_shows_a_residual_and_gains() -> None:

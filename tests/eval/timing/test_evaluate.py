@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from support import Said, TinyBase, leaning
+from support import Said, TinyBase, leaning, random_ids
 
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
@@ -89,10 +90,31 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     compared = methods(base, drafter, draft_config, config, head)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
-    alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
+    alone, joined = (compared[name].answer([ids])[0] for name in ("head", "speculative"))
     expected = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))
     assert [step.accepted for step in alone.steps] == [step.accepted for step in expected.steps]
-    assert alone.tokens == joined.tokens and compared["head"].made_of != compared["speculative"].made_of
+    assert alone.tokens == joined.tokens and compared["head"].composition != compared["speculative"].composition
+
+
+def test_answers_of_a_batch_share_its_time(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """With fewer rows than prompts, texts are those of single prompts, and times add up to the time of all."""
+    base, alone = tiny_base(), replace(CONFIG, stock_baseline=False, max_new_tokens=24)
+    head, together = MedusaConfig(num_draft_tokens=2).build(base), replace(alone, batch_size=2)
+    prompts = [random_ids(4 + 3 * n, n) for n in range(7)]
+    found = {}
+    for config in (alone, together):
+        compared = methods(base, head, config.draft_config(head), config, head)
+        found[config.batch_size] = {name: compared[name].answer for name in ("autoregressive", "speculative")}
+    assert "transformers" not in compared
+    expected = [result.tokens for result in found[1]["autoregressive"](prompts)]
+    for answer in found[2].values():
+        started = perf_counter()
+        results = answer(prompts)
+        seconds = perf_counter() - started
+        assert [result.tokens for result in results] == expected
+        assert 0.5 * seconds < sum(result.total_s for result in results) < seconds
+    evaluation = evaluate(base, head, together, tmp_path, lambda *_: None)
+    assert evaluation["overall"]["identical_outputs"]["same"] == 2 and evaluation["batch_size"] == 2
 
 
 def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.timing.interleaved import Decoder, run_interleaved
+from drafthead.eval.timing.interleaved import Decoder, one_by_one, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.files.local import digest
 from drafthead.models.decoding.step import DecodeResult
@@ -54,7 +54,7 @@ class Recorder:
             self.calls.append((name, ids[0]))
             return steady_answer(9, 1.0 + ids[0])
 
-        return decode
+        return one_by_one(decode)
 
 
 def test_interleaves_after_one_warm_up_each() -> None:
@@ -83,7 +83,7 @@ def test_every_decoder_reads_the_reference_answer_of_the_turn_before() -> None:
             read[name].append(ids)
             return replace(steady_answer(3, 1.0), tokens=[NAMES.index(name)] * 3)
 
-        return decode
+        return one_by_one(decode)
 
     timing = run_interleaved([conversation], build, {n: decoder(n) for n in NAMES}, None, 0, quiet)
     assert timing.turns == [0, 1] and timing.prompts == [conversation] * 2

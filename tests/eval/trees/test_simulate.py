@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import answers as answers_module
@@ -41,7 +41,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (
 GREEDY, WARM = Sampler(temperature=0.0), Sampler(temperature=0.7)
 
 
-def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, seed: int = 0) -> list[FinishedAnswer]:
+def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, seed: int = 0) -> list[Answer]:
     """Plain answers, sampled without any cache; the rows' lengths differ."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
@@ -54,7 +54,7 @@ def answered(base: BaseModel, temperature: float, new: int, copies: int = 1, see
             else:
                 token = (logits / temperature).softmax(-1).multinomial(1, generator=generator)
             ids = torch.cat([ids, token], 1)
-        texts += [FinishedAnswer(row.tolist(), len(prompt)) for row in ids]
+        texts += [Answer.of(row.tolist(), len(prompt)) for row in ids]
     return texts
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="no text has two answer tokens"):
-        run(base, head, [FinishedAnswer([1, 2, 3], 2)], chain, GREEDY)
+        run(base, head, [Answer.of([1, 2, 3], 2)], chain, GREEDY)
     with pytest.raises(UserError, match="PromptLookup.*distributions"):
         text_accept_probs(base, PromptLookup(2), texts, GREEDY, AcceptProbsConfig())
 
@@ -177,7 +177,7 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
     prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(seeds)]
     results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
     pairs = zip(prompts, results, strict=True)
-    texts = [FinishedAnswer(prompt + result.tokens, len(prompt)) for (_, prompt), result in pairs]
+    texts = [Answer.of(prompt + result.tokens, len(prompt)) for (_, prompt), result in pairs]
     simulated = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
     assert [f.tokens for f in simulated] == [sum(s.committed for s in result.steps) for result in results]
     expected, steps = np.array([f.steps for f in simulated]), np.array([len(result.steps) for result in results])
@@ -194,7 +194,7 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
     for prompt, new in product([*PROMPTS, [7]], (2, 3, 30)):
         for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2), chain):
             real = decode(base, head, prompt, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
-            text = FinishedAnswer(prompt + real.tokens, len(prompt))
+            text = Answer.of(prompt + real.tokens, len(prompt))
             simulated = simulate_texts(base, head, [text], draft_config, GREEDY)
             assert simulated.steps == len(real.steps)
             assert simulated.mean_accepted_length == mean_accepted_length(step_table({"": [real]}))

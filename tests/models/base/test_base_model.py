@@ -18,11 +18,12 @@ from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import SEED_STRIDE, _user_opening, generate_answers
+from drafthead.models.decoding.corpus import SEED_STRIDE, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.train.corpora.built_in import user_opening
 from support import TinyBase, row_of, small_base
 
 
@@ -197,7 +198,7 @@ def test_settings_of_the_chat_template_reach_prompts_and_saved_heads(tiny_base: 
     with_note, without = map(base.tokenizer.decode, rendered)
     assert with_note == "note " + without
     assert base.tokenizer.decode(base.prompt_ids(user_turn("hi"))) == with_note
-    assert base.tokenizer.decode(_user_opening(base)).startswith("note ")
+    assert base.tokenizer.decode(user_opening(base)).startswith("note ")
     assert config.saved()["chat_template_kwargs"] == {"add_note": True} and "chat_template_kwargs" not in plain.saved()
 
 

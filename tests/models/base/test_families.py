@@ -23,6 +23,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels import attention
 from support import TINY, Context, chain_levels, random_ids, row_of
 
@@ -257,9 +258,9 @@ def test_copied_layers_keep_their_type(name: str, script: Script) -> None:
     prompt = random_ids(40)
     plain = decode(base, None, prompt, max_new_tokens=8, ignore_eos=True).tokens
     assert decode(base, head, prompt, max_new_tokens=8, ignore_eos=True).tokens == plain
-    row = row_of([prompt], padding=0)
-    trained = head.hidden_states(row, base.hidden_states(row, head.spec))
-    (drafted,) = Context.of(head).read(row.input_ids[:, :-1]).logits(chain_levels(prompt[-1:]))
+    row = row_of([[*prompt, 7]], padding=0)
+    trained = head.hidden_at_positions(row, base.hidden_states(row, head.spec), DraftTargets.of(row, 1))
+    (drafted,) = Context.of(head).read(row.input_ids[:, :-2]).logits(chain_levels(prompt[-1:]))
     torch.testing.assert_close(head.output_head(0).logits(trained[:, -1:]), drafted, rtol=1e-4, atol=1e-4)
     stock = base.stock().model.layers
     for copied, source in zip(head.layers, (0, 3), strict=True):

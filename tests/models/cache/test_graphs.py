@@ -17,6 +17,7 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache import static_cache
 from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.cache.static_cache import MIN_WINDOW, WINDOW_STEP, StaticKVCache, StaticModel, window_for
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import decode
@@ -145,7 +146,7 @@ def test_a_pass_stays_on_its_device(tiny_base: TinyBase, kind: str, dtype: torch
         model = AutoModelForCausalLM.from_config(
             settings.transformers_config(), dtype=dtype, attn_implementation=attention.register()
         )
-    shape = CacheShape(layers=(((2, 8), (2, 8)),) * 3, dtype=dtype, device=torch.device("meta"))
+    shape = CacheShape(layers=(KeyValueShape((2, 8), (2, 8)),) * 3, dtype=dtype, device=torch.device("meta"))
     cache = StaticKVCache(StaticModel(shape, model.model, model.lm_head), 300)
     cache.crop([9])
     tree = TREE.shape.to(torch.device("meta"))
@@ -168,7 +169,7 @@ def test_memory_is_lent_to_one_cache_after_the_other(make: MakeBase) -> None:
     first, second = base.new_cache(40), base.new_cache(40)
     assert first._memory is not second._memory
     memory = second._memory
-    [stack.fill_(torch.nan) for stack in memory.stacks]
+    [stack.fill_(torch.nan) for kind in memory.kinds for stack in kind.stacks]
     base.forward(torch.tensor([PROMPT]), second)
     del second
     third = base.new_cache(40)

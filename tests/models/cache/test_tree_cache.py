@@ -13,10 +13,89 @@ from torch import Tensor
 
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape, Layers, LayerShape, Pass, Row
+from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 
-WINDOW, ROOM, CAPACITY, LAYERS = 4, 8, 48, 4
-WINDOWS = {"full": (0,) * LAYERS, "mixed": (0, WINDOW, WINDOW, 0), "sliding": (WINDOW,) * LAYERS}
-SIZES = (((2, 3), (2, 3)), ((1, 4), (2, 2)), None, ((2, 3), (2, 3)))
+
+def folded(tokens: Sequence[int], state: int = 0) -> int:
+    """Return the state after ``tokens``; it depends on their order."""
+    for token in tokens:
+        state = (31 * state + token) % 1009
+    return state
+
+
+class FoldedLayers(Layers):
+    """Layers with a recurrent state: of each row the committed one, and the tokens of the pending nodes."""
+
+    nbytes = 0
+
+    def __init__(self, states: Tensor, rows: list[Row]) -> None:
+        self.states, self.rows = states, rows  # [L, B]
+        self.crop([row.length for row in rows])
+
+    def begin(self, coming: Pass) -> None:
+        nodes = coming.pending + coming.new
+        assert coming.shape is not None or coming.committed
+        seen = causal_mask(nodes, self.states.device)[None] if coming.shape is None else coming.shape.ancestors
+        self.ancestors = seen.expand(len(self.rows), -1, -1)[:, coming.pending :]
+
+    def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
+        (tokens,) = states
+        pending = self.pending[number] = torch.cat([self.pending[number], tokens], 1)
+        paths = [
+            [folded(tokens[node].tolist(), int(start)) for node in nodes]
+            for tokens, nodes, start in zip(pending, self.ancestors, self.states[number], strict=True)
+        ]
+        return (torch.tensor(paths),)
+
+    def move(self, nodes_BP: Tensor, counts: list[int], in_place: bool) -> None:
+        self.accepted = nodes_BP
+
+    def commit(self, counts: list[int]) -> None:
+        for number, pending in enumerate(self.pending):
+            for row, length in enumerate(counts if pending.numel() else []):
+                nodes = torch.arange(length) if self.accepted is None else self.accepted[row, :length]
+                self.states[number, row] = folded(pending[row, nodes].tolist(), int(self.states[number, row]))
+        self.crop([row.length for row in self.rows])
+
+    def crop(self, lengths: list[int]) -> None:
+        for n, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            assert length in (0, row.length), "a state cannot go back"
+            self.states[:, n] *= length > 0
+        self.pending = [torch.zeros(len(self.rows), 0, dtype=torch.int64)] * len(self.states)
+        self.accepted: Tensor | None = None
+
+    def append(self, number: int, source: Layers, other: int, start: int, stop: int) -> None:
+        assert isinstance(source, FoldedLayers) and start == 0
+        self.states[number] = source.states[other]
+
+    def row(self, row: int) -> "FoldedLayers":
+        return FoldedLayers(self.states[:, row : row + 1], [self.rows[row]])
+
+    def select(self, index: Tensor, rows: list[Row]) -> "FoldedLayers":
+        return FoldedLayers(self.states[:, index], rows)
+
+    def first(self, count: int, rows: list[Row]) -> "FoldedLayers":
+        return FoldedLayers(self.states[:count], rows)
+
+    def grow(self, capacity: int) -> "FoldedLayers":
+        return self
+
+
+class FoldedShape(LayerShape):
+    kind = "folded"
+
+    @staticmethod
+    def new(
+        shapes: Sequence[LayerShape], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> FoldedLayers:
+        return FoldedLayers(torch.zeros(len(shapes), len(rows), dtype=torch.int64), rows)
+
+
+WINDOW, ROOM, CAPACITY, LAYERS = 4, 8, 48, 5
+WINDOWS = {"full": (0,) * LAYERS, "mixed": (0, WINDOW, WINDOW, 0, 0), "sliding": (WINDOW,) * LAYERS}
+SHAPE = KeyValueShape((2, 3), (2, 3))
+SHAPES = (SHAPE, KeyValueShape((1, 4), (2, 2)), None, SHAPE, FoldedShape())
 
 
 @dataclass
@@ -54,11 +133,11 @@ class CacheMachine(RuleBasedStateMachine):
         surplus=st.none() | st.just(0),
     )
     def start(self, rows: int, kind: str, alike: bool, surplus: int | None) -> None:
-        layers = SIZES[:1] * LAYERS if alike else SIZES
-        self.shape = CacheShape(layers=layers, dtype=torch.float32, device=torch.device("cpu"))
+        self.layers = SHAPES[:1] * LAYERS if alike else SHAPES
+        self.shape = CacheShape(layers=self.layers, dtype=torch.float32, device=torch.device("cpu"))
         self.windows = WINDOWS[kind]
         shape = self.shape if kind == "full" else self.shape.trimmed(self.windows, CAPACITY, ROOM, surplus)
-        assert (shape.trim is None) == (kind == "full")
+        assert (shape == self.shape) == (kind == "full")
         self.cache, self.rows = TreeCache.empty(shape, CAPACITY, rows), [ListRow() for _ in range(rows)]
 
     # Passes ----------------------------------------------------------------------------------------------------
@@ -69,28 +148,35 @@ class CacheMachine(RuleBasedStateMachine):
         rows: list[ListRow],
         parents: list[list[int]],
         layers: Sequence[int] = range(LAYERS),
-        **begin: bool,
+        committed: bool = False,
+        chain: bool = False,
     ) -> None:
         """Add a node per parent to every row, and compare what each sees in every layer."""
         first, new = len(rows[0].nodes), len(parents[0])
         for row, above in zip(rows, parents, strict=True):
             row.nodes += [(next(self.names) % 900, parent) for parent in above]
-        nodes = range(first + new)
-        paths = [[row.path(node) for node in nodes] for row in rows]
-        depths = torch.tensor([[len(path) - 1 for path in row] for row in paths])
-        ancestors = torch.tensor([[[n in path for n in nodes] for path in row] for row in paths])
-        cache.begin(new, **begin)
+        all_parents = [[parent for _, parent in row.nodes] for row in rows]
+        shape = TokenTree.chain(new - 1).shape if chain else TreeShape.from_parents(torch.tensor(all_parents))
+        depths, ancestors = shape.depths.expand(len(rows), -1), shape.ancestors
+        cache.begin(new, committed, shape=None if committed else shape)
         positions = cache.positions(depths[:, first:])
-        assert positions.tolist() == [[row.seen(n)[-1][1] for n in nodes[first:]] for row in rows]
+        assert positions.tolist() == [[row.seen(first + n)[-1][1] for n in range(new)] for row in rows]
         mask, keys_at = cache.mask(ancestors[:, first:], torch.float32), cache.key_positions(depths)
         tokens = torch.tensor([[token for token, _ in row.nodes[first:]] for row in rows])
         for layer in layers:
-            sizes = self.shape.layers[layer]
+            sizes = self.layers[layer]
             if sizes is None:
+                continue
+            if not isinstance(sizes, KeyValueShape):
+                kind, number = cache.layers[layer]
+                (states,) = kind.update(number, tokens)
+                paths = [[[token for token, _ in row.seen(first + n)] for n in range(new)] for row in rows]
+                assert states.tolist() == [[folded(path) for path in row] for row in paths]
                 continue
             code = (layer * 1_000_000 + tokens * 1000 + positions).float()[:, None, :, None]
             key, value = (
-                sign * code.expand(-1, heads, -1, width) for sign, (heads, width) in zip((1, -1), sizes, strict=True)
+                sign * code.expand(-1, heads, -1, width)
+                for sign, (heads, width) in ((1, sizes.keys), (-1, sizes.values))
             )
             keys, values = cache.update(key, value, layer)
             size = self.windows[layer]
@@ -161,10 +247,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), back=st.booleans())
     def crop(self, data: st.DataObject, back: bool) -> None:
         lengths = []
-        held = next(layer[0] for layer in self.cache.layers if layer is not None).rows
+        held = self.cache.kinds[0].rows
         for row, dropped in zip(self.rows, (each.dropped for each in held), strict=True):
             least = 0 if not any(self.windows) or not dropped else dropped + WINDOW - 1
-            lengths.append(data.draw(st.just(0) | st.integers(least, len(row.tokens))) if back else len(row.tokens))
+            some = st.integers(least, len(row.tokens)) if self.layers[-1] == SHAPE else st.just(len(row.tokens))
+            lengths.append(data.draw(st.just(0) | some) if back else len(row.tokens))
             row.tokens, row.nodes = row.tokens[: lengths[-1]], []
         self.cache.crop(lengths if back else None)
 
@@ -211,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.select(chosen)
         self.rows = [self.rows[n] for n in chosen]
 
-    @precondition(lambda self: self.cache.trim is None and self.cache.capacity < 200)
+    @precondition(lambda self: self.cache.shape == self.shape and self.cache.capacity < 200)
     @rule(more=st.integers(0, 20))
     def grow(self, more: int) -> None:
         self.cache.grow(self.cache.capacity + more)

@@ -13,7 +13,6 @@ from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.cache_shape import CacheShape
-from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -48,10 +47,6 @@ def base_of(script: Script) -> BaseOf:
 @cache
 def load(shape: str) -> BaseModel:
     return random_base(json.loads(shape))
-
-
-def held_bytes(cache: TreeCache) -> int:
-    return sum(stack.nbytes for stack in cache.stacks)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -135,9 +130,9 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
 
 def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> None:
     base = base_of("gemma3_text")
-    assert base.new_cache(2 * WINDOW + 4, nodes=4).trim is None
-    assert base.new_cache(2 * WINDOW + 5, nodes=4).trim is not None
-    assert base.new_cache(CAPACITY).trim is None
+    assert base.new_cache(2 * WINDOW + 4, nodes=4).shape == base.cache_shape
+    assert base.new_cache(2 * WINDOW + 5, nodes=4).shape != base.cache_shape
+    assert base.new_cache(CAPACITY).shape == base.cache_shape
 
 
 @pytest.mark.parametrize(
@@ -150,8 +145,8 @@ def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> Non
 def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held: int, base_of: BaseOf) -> None:
     """Memory is as small as docs/explanation/bases.md says."""
     base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
-    assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
-    assert held_bytes(base.new_cache(2016, 16, rows)) == rows * held
+    assert base.new_cache(2016).nbytes == whole and base.new_cache(2016, nodes=16).nbytes == held
+    assert base.new_cache(2016, 16, rows).nbytes == rows * held
 
 
 @pytest.mark.parametrize("rows", [1, 2])

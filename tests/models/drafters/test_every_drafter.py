@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,18 @@ from drafthead.models.drafters.experimental.horizontal_cascade import Horizontal
 from drafthead.models.drafters.experimental.max_gram import MaxGram
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.token_tree import TokenTree
-from support import Context, TinyBase, randomised
+from support import (
+    Context,
+    TinyBase,
+    assert_rows_are_independent,
+    assert_same_in_any_batch,
+    random_ids,
+    randomised,
+)
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
@@ -98,14 +108,42 @@ def test_greedy_text(tiny_base: TinyBase, small_caches: None, architecture: str,
     drafter, draft_config, new = DRAFTERS[name](base), CONFIGS.get(name), 25
     plain = [decode(base, None, p, max_new_tokens=new, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, drafter, p, max_new_tokens=new, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
-    batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
+    options: dict[str, Any] = {"max_new_tokens": new, "draft_config": draft_config, "ignore_eos": True}
+    batch = decode_batch(base, drafter, PROMPTS, **options)
     assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
+    for size in (1, 2):  # fewer rows than prompts
+        assert [r.tokens for r in decode_batch(base, drafter, PROMPTS, batch_size=size, **options)] == plain
     # Near the end, a row alone drafts less than in a batch with longer rows.
     accepted = [[[step.accepted for step in r.steps if step.position < 19] for r in rs] for rs in (single, batch)]
     assert accepted[0] == accepted[1] or any(word in name for word in DEPEND_ON_OTHER_ROWS)
     assert 0 < sum(map(sum, accepted[0])), "drafts must be accepted for the test to say something"
     if "target itself" in name:
         assert all([step.accepted for step in result.steps] == [5] * 4 for result in batch)
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if not any(word in name for word in DEPEND_ON_OTHER_ROWS)])
+def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str) -> None:
+    base = tiny_base()
+    drafter = DRAFTERS[name](base)
+    assert_rows_are_independent(base, drafter, CONFIGS.get(name) or default_draft_config(drafter))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["eagle3", "draft_lm", "head and lookup"])
+def test_many_prompts_with_few_rows(
+    tiny_base: TinyBase, name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred prompts, whose answers end at EOS or at the limit, take the four rows of a batch in turn."""
+    base = tiny_base()
+    monkeypatch.setattr(BaseModel, "eos_ids", frozenset(range(0, 300, 20)))
+    config = Eagle3Config(ttt_steps=2, induction_rank=6) if name != "draft_lm" else DraftLMConfig(induction_rank=6)
+    torch.manual_seed(0)
+    drafter: Drafter = randomised(config.build(base), 0.05).eval()
+    if name == "head and lookup":
+        drafter = CombinedDrafter([drafter, PromptLookup(3)])
+    prompts = [random_ids(1 + 7 * n % 40, n) for n in range(100)]
+    sampler = Sampler(temperature=temperature)
+    assert_same_in_any_batch(base, drafter, prompts, sizes=[4], max_new_tokens=12, sampler=sampler)
 
 
 Reads = list[tuple[Tensor, Tensor]]

@@ -9,6 +9,7 @@ from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.fused import copy_weights, fresh_copy, fuse_modules
 from support import TinyBase, random_ids, row_of
 
@@ -22,7 +23,9 @@ def test_all_layers_make_the_base(tiny_base: TinyBase, architecture: str) -> Non
     base = tiny_base(architecture)
     head = DraftLMConfig(num_layers=3).build(base).eval()
     hidden = base.hidden_states(DOCUMENTS, HiddenStatesSpec())
-    torch.testing.assert_close(head.hidden_states(DOCUMENTS, hidden), hidden.final, rtol=1e-4, atol=1e-4)
+    targets = DraftTargets.of(DOCUMENTS, 1)
+    actual = head.hidden_at_positions(DOCUMENTS, hidden, targets)[0]
+    torch.testing.assert_close(actual, hidden.final[0, targets.last_read[0]], rtol=1e-4, atol=1e-4)
     result = decode(base, head, PROMPT, max_new_tokens=31, ignore_eos=True)
     assert [step.accepted for step in result.steps] == [5] * 5
 
@@ -48,7 +51,9 @@ def test_width_of_the_mlp(tiny_base: TinyBase) -> None:
     hidden = base.hidden_states(DOCUMENTS, HiddenStatesSpec())
     whole = DraftLMConfig(num_layers=2).build(base).eval()
     wider = DraftLMConfig(num_layers=2, intermediate_size=96).build(base).eval()
-    torch.testing.assert_close(wider.hidden_states(DOCUMENTS, hidden), whole.hidden_states(DOCUMENTS, hidden))
+    targets = DraftTargets.of(DOCUMENTS, 1)
+    actual, expected = (head.hidden_at_positions(DOCUMENTS, hidden, targets) for head in (wider, whole))
+    torch.testing.assert_close(actual, expected)
     narrow = DraftLMConfig(num_layers=2, intermediate_size=48).build(base).eval()
     every, narrowed = (
         mlp.down_proj.weight.norm(dim=0) * mlp.up_proj.weight.norm(dim=1) * mlp.gate_proj.weight.norm(dim=1)

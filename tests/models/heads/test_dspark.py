@@ -76,9 +76,9 @@ def test_confidence_learns_alpha(tiny_base: TinyBase) -> None:
         hidden = head.projection_inputs(batch, base_hidden, targets)
         p = base.lm_head.logits(base_hidden.final[0])[targets.target_idx - 1].softmax(-1)
         expected = 0.0
-        for k in range(4):
-            alpha = torch.minimum(p, head.output_head(k).logits(hidden[k]).softmax(-1)).sum(-1)
-            said = head.confidence_logits(hidden)[k].sigmoid()  # type: ignore[index]
+        for k, anchors in enumerate(targets.anchor_idx):
+            alpha = torch.minimum(p, head.output_head(k).logits(hidden[k, anchors]).softmax(-1)).sum(-1)
+            said = head.confidence_logits(hidden)[k, anchors].sigmoid()  # type: ignore[index]
             entropy = F.binary_cross_entropy(said, alpha, reduction="none")
             expected += 2.0 * 0.5 ** (k + 1) * float((entropy * targets.valid[k]).sum())
     assert out.loss_sum.item() - without == pytest.approx(expected, rel=1e-4)

@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.kernels import packed
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable
 from drafthead.models.token_tree import TokenTree
 from support import (
@@ -29,6 +31,8 @@ from support import (
     Context,
     TinyBase,
     assert_distributed,
+    assert_rows_are_independent,
+    assert_same_in_any_batch,
     chain_levels,
     drafted_logits,
     fitted,
@@ -105,7 +109,8 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
-        actual[k, draft_targets.anchor_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
+        anchors = draft_targets.anchor_idx[k, valid]
+        actual[k, draft_targets.anchors[anchors]] = head.output_head(k).logits(hidden[k, anchors])
     return actual
 
 
@@ -188,7 +193,7 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
         levels = chain_levels(ids[anchor + 1 : anchor + 1 + head.depth])
         for k in range(head.depth):
             context.logits(levels[: k + 1])
-            (n,) = ((draft_targets.anchor_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
+            (n,) = (draft_targets.anchors == anchor).nonzero()[:, 0]
             torch.testing.assert_close(context.session.confidence()[0, 0], expected[k, n].sigmoid())
 
 
@@ -249,10 +254,24 @@ def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
         both = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         alone = decode(base, head, PROMPTS[0], max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         assert [r.tokens for r in both] == plain and alone.tokens == plain[0], name
+        options: dict[str, Any] = {"max_new_tokens": 16, "draft_config": draft_config, "ignore_eos": True}
+        for size in (1, 2):  # fewer rows than prompts
+            assert [r.tokens for r in decode_batch(base, head, PROMPTS, batch_size=size, **options)] == plain, name
         accepted = [(step.accepted, step.depth) for r in both for step in r.steps]
         assert sum(a for a, _ in accepted) > 3 and any(a < depth for a, depth in accepted), name
         # The last step drafts no more than remains; in a batch, the row with the most remaining tokens decides.
         assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
+
+
+@every_case
+def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, kind: str) -> None:
+    base = tiny_base()
+    head = randomised(HEADS[kind].build(base), 0.05).eval()
+    assert_rows_are_independent(base, head, PLANS["tree"])
+    drawn = DraftConfig(tree=TokenTree.expansion([2, 1, 1]), draft_sampling=DraftSampling.WITH_REPLACEMENT)
+    for draft_config in (PLANS["tree"], drawn):
+        settings: dict[str, Any] = {"sampler": Sampler(temperature=0.8), "draft_config": draft_config}
+        assert_same_in_any_batch(base, head, PROMPTS, sizes=[2], max_new_tokens=10, **settings)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])
@@ -363,6 +382,27 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, kind: str)
     still = {name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()}
     assert still == ({"cells.proj.forget.0.weight"} if kind == "lstm" else set()), "an LSTM starts from a cell of zeros"
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
+
+
+@every_head
+def test_packed_documents_train_like_documents_alone(
+    tiny_base: TinyBase, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients, also if documents share a span, and if long spans are cut."""
+    base, texts = tiny_base(), [random_ids(14), random_ids(5, seed=1), random_ids(23, seed=2)]
+    head = randomised(HEADS[kind].build(base), 0.1).eval()
+    losses, gradients = [], []
+    for batch, joined, scores in ((rows_of(texts), 0, 2**26), (row_of(texts), 0, 64), (row_of(texts), 20, 2**26)):
+        monkeypatch.setitem(packed.JOINED, "cpu", joined)
+        monkeypatch.setattr(packed, "MAX_SCORES", scores)
+        head.zero_grad()
+        out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(kl=0.5, decay="dpace"))
+        torch.autograd.backward(out.loss_sum)
+        losses.append(float(out.loss_sum.detach()))
+        gradients.append({name: p.grad for name, p in head.named_parameters()})
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    for actual in gradients[1:]:
+        torch.testing.assert_close(actual, gradients[0], rtol=1e-4, atol=1e-5)
 
 
 @every_head

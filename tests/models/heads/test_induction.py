@@ -56,12 +56,12 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase) -> None:
     batch = row_of(texts)
     final = base.hidden_states(batch, head.spec).final
     draft_targets = DraftTargets.of(batch, 3)
-    actual = head.induction.at_targets(batch, [final] * 3, draft_targets)
+    actual = head.induction.at_anchors(batch, final[:, draft_targets.anchors], draft_targets)
     compared = 0
     for start, text in zip((0, 9), texts, strict=True):
         for k in range(3):
             for t in range(len(text) - 2 - k):
-                (n,) = ((draft_targets.anchor_idx[k] == start + t) & draft_targets.valid[k]).nonzero()[:, 0]
+                (n,) = (draft_targets.anchors == start + t).nonzero()[:, 0]
                 expected = copied(head.induction, base, text[: t + 1], text[t + 1 : t + 2 + k], final[0, start + t])
                 torch.testing.assert_close(actual[k, n], expected, rtol=1e-4, atol=1e-5)
                 compared += 1
@@ -110,10 +110,10 @@ def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.
     monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or codes(h, tokens))
     prompts = torch.tensor([random_ids(50), random_ids(50, 1)])
     context = InductionContext(head, 2)
-    context.append(prompts, [50, 9])
+    context.commit(prompts, [50, 9])
     counted.clear()
     for step in range(10):
-        context.append(torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), [2, 1])
+        context.commit(torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), [2, 1])
     assert max(counted) <= 8, counted
 
 
@@ -126,7 +126,7 @@ def test_a_context_can_go_back(tiny_base: TinyBase) -> None:
     codes = []
     for read, kept in ((12, 7), (7, 7)):
         context = InductionContext(head, 1)
-        context.append(ids[:, :read], [read])
+        context.commit(ids[:, :read], [read])
         context.rollback([kept])
         context.start(state)
         codes.append(context.read(node, torch.zeros_like(node)))

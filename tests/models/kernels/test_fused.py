@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from drafthead.data.batch import HiddenStatesSpec
@@ -15,7 +15,6 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.kernels.attention import document_mask, grouped_sdpa
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked
@@ -130,24 +129,6 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
     session = config.build(base).eval().open(1)
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
     with torch.inference_mode(), Record() as record:
-        session.context.commit(torch.randn(1, 3, width), [3])
+        session.context.append(torch.randn(1, 3, width), [3])
     assert record.products == products
     assert not any("rms_norm" in call for call in record.calls)
-
-
-IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 2]])
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_by_lengths_equals_attention_by_the_mask(kv_heads: int) -> None:
-    """Outputs and gradients; a clone of the mask has lost the lengths, as it has after a model changed it."""
-    torch.manual_seed(0)
-    by_lengths = document_mask(IDS, torch.float32)
-    by_mask = by_lengths.clone()
-    assert not vars(by_mask)
-    states = [torch.randn(2, heads, 8, 6, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
-    actual, expected = (grouped_sdpa(nn.Identity(), *states, mask, scaling=0.3)[0] for mask in (by_lengths, by_mask))
-    torch.testing.assert_close(actual, expected)
-    gradients = [torch.autograd.grad(out.square().sum(), states) for out in (actual, expected)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)

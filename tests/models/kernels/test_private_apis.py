@@ -19,6 +19,7 @@ from drafthead.models.base import base_model, parity
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.decoding.loop import decode
 from drafthead.models.kernels import attention, private_apis
 from drafthead.models.kernels.fused import FusedMLP, fuse_modules
@@ -110,8 +111,7 @@ def test_stock_modules_run_our_cache_and_attention(fused: bool) -> None:
     expected = chunks(stock, DynamicCache())
     if fused:
         assert fuse_modules(ours) == 7
-    sizes = ((2, 8), (2, 8))
-    shape = CacheShape(layers=(sizes,), dtype=torch.float32, device=torch.device("cpu"))
+    shape = CacheShape(layers=(KeyValueShape((2, 8), (2, 8)),), dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(chunks(ours, TreeCache.empty(shape, 7)), expected)
     if fused:  # a cache under a name that is not known must not be ignored
         with pytest.raises(UserError, match="other_name"):

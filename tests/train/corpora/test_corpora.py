@@ -117,17 +117,24 @@ def test_final_states_of_decoding_are_those_of_the_base(
 
 @pytest.mark.parametrize("corpus", ["text", "answers"])
 def test_the_loss_of_stored_states_is_that_of_computed_ones(tiny_base: TinyBase, tmp_path: Path, corpus: Any) -> None:
-    """For whole documents; a stored state of a later piece of a document has read the pieces before it."""
+    """In rows of whole documents. A stored state of a later piece of a document has read the pieces before it."""
     base, phase = tiny_base(), PhaseConfig(corpus=corpus, seq_len=512)
     made, _ = make(base, tmp_path)
     head = randomised(Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=(0, 1, 2)).build(base), 0.02)
     data = open_phase(made, phase, head.spec)
     whole = [n for n in range(len(data)) if not any(piece.start for piece in data.rows.row(n))]
-    losses = [float(head.loss(*data.load(whole), LossConfig(kl=0.5)).loss_sum)]
+    losses = [head.loss(*data.load(whole), LossConfig(kl=0.5)).loss_sum.item()]
     stored = open_phase(made, replace(phase, store_hidden_states=True), head.spec)
     with passes(base) as computed:
-        losses.append(float(head.loss(*stored.load(whole), LossConfig(kl=0.5)).loss_sum))
+        losses.append(head.loss(*stored.load(whole), LossConfig(kl=0.5)).loss_sum.item())
+        rows = {n: stored.load([n])[1].final[0] for n in range(len(data))}
     assert whole and not computed and losses[1] == pytest.approx(losses[0], rel=1e-3)
+    later = [(n, piece) for n in rows for piece in data.rows.row(n) if piece.start]
+    assert later if corpus == "text" else not later
+    for number, (document, start, length, offset) in later:
+        alone = base.hidden_states(TrainBatch.of([data.rows.documents[document].tolist()]), head.spec).final[0]
+        actual, expected = rows[number][offset : offset + length], alone[start : start + length]
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
 
 
 def test_other_rows_of_the_same_documents_compute_nothing(tiny_base: TinyBase, tmp_path: Path) -> None:

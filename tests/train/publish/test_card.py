@@ -16,7 +16,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.train.config import PhaseConfig
 from drafthead.train.publish import card
 from support import TinyBase, composed, evaluation_of, task_results
 
@@ -115,23 +114,6 @@ def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_b
     assert "merged_base=true" in lines[1] and f"--model-path {tmp_path / 'eagle3' / 'base'}" in lines[6]
 
 
-def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
-    tiny_base: TinyBase, tmp_path: Path
-) -> None:
-    head = MedusaConfig(num_draft_tokens=2).build(tiny_base(), None)
-
-    def base_line(*overrides: str) -> str:
-        run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
-        return dict(card.facts(run, head, ANSWERS))["base"]
-
-    assert "revision not fixed" in base_line() and "revision v1" in base_line("base.revision=v1")
-    head.base.model.config._commit_hash = "abc"
-    try:
-        assert "revision abc" in base_line()
-    finally:
-        head.base.model.config._commit_hash = None
-
-
 def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
     run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny")
     run.data.answers.sources = [
@@ -143,12 +125,6 @@ def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_b
         "jsonl `prompts.jsonl` (weight 3), "
         "[user/set](https://huggingface.co/datasets/user/set) (en, train, revision v1) (weight 0.5)"
     )
-
-
-def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")  # of the launch that finishes it
-    phase = PhaseConfig(corpus="text", seq_len=512, micro_batch_size=8, grad_accum_steps=2, steps=1500)
-    assert card.phase_row("pretrain", phase, 4)[:4] == ("pretrain", "text", "1,500", "32,768")
 
 
 def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -20,16 +20,12 @@ def compare_engines(
 ) -> dict[str, dict[str, Any]]:
     """Return the comparison of each engine with our decoder, by engine: the key "engines" of ``eval.json``.
 
-    A comparison has the engine's version and speeds, its speedup over its own decoding without the head, the acceptance
-    by draft position of both decoders, the numbers of equal answers, and "failures": a line for everything that
-    deviates too far.
+    "failures" has a line for everything that deviates by more than ``tolerance``.
 
     Args:
         served: the engines, and the name of our method that drafts the same chain.
-        timed: answers of each method, from one interleaved run.
         equalities: per method, the comparison of its answers with our autoregressive answers.
         against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
-        tolerance: largest accepted deviation, as in ``EnginesConfig.tolerance``.
     """
     table = steps.step_table(timed.results, timed.prompts, timed.turns)
     runs = {name: table[table.method == name] for name in timed.results}
@@ -73,10 +69,7 @@ def _acceptance(rows: steps.Rows) -> dict[str, Any]:
 
 
 def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
-    """Return a line per acceptance that deviates by more than ``tolerance``, and one if answers differ beyond ties.
-
-    ``row`` is an engine's comparison with our decoder, as in ``compare_engines``.
-    """
+    """Return a line per acceptance that deviates by more than ``tolerance``, and one if answers differ beyond ties."""
     theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
     name, texts, failures = row["engine"], row["texts"], []
     lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]
@@ -107,10 +100,7 @@ def prompts_line(evaluation: dict[str, Any]) -> str:
 
 
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return lines about every engine of ``eval.json`` for the console, the report and the model card.
-
-    The first line of an engine states its speedup over its own decoding without the head.
-    """
+    """Return lines about every engine of ``eval.json``, first its speedup over its own decoding without the head."""
     lines = []
     for row in evaluation.get("engines", {}).values():
         speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]

@@ -24,16 +24,9 @@ def engine_result(
 ) -> DecodeResult:
     """Return an engine's answer as a ``DecodeResult``, with a record per step.
 
-    Engines count only how many steps accepted each draft position. The steps' order and times are unknown, so the steps
-    with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
-    steps with 2, 1 and 0 accepted drafts. Without ``accepted``, the tokens are spread evenly over the steps.
-
-    Args:
-        tokens: the answer, up to and including an end-of-turn token.
-        steps: number of verifications with drafts; None: not counted.
-        accepted: for each draft position, the number of steps that accepted it; empty if the engine counts only steps.
-        prefill_s: seconds to read the prompt.
-        total_s: seconds of the whole answer.
+    Engines count only how many steps accepted each draft position (``accepted``, empty if they count only ``steps``).
+    The steps with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps
+    becomes steps with 2, 1 and 0 accepted drafts. Without ``accepted``, the tokens are spread evenly over the steps.
     """
     left = max(0, len(tokens) - 1)  # the first token comes with the prompt
     counts, drafted = [*accepted, 0], steps or 0
@@ -85,11 +78,9 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Connect to the server at ``url``.
+        """Connect to the server at ``url``, which drafts ``drafts`` tokens per step.
 
-        ``process`` is the server's, if we started it, to report its exit. ``drafts`` is the number of tokens that the
-        server drafts per step; 0: it does not draft. An answer ends at one of ``eos_ids``. A request that takes longer
-        than ``timeout_s`` seconds fails.
+        ``process`` is the server's, if we started it, to report its exit.
         """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
@@ -127,10 +118,7 @@ class EngineServer(ABC):
         return True
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a POST request, or GET without ``body``; return the response's JSON, or its text if that is not JSON.
-
-        Failures raise an ``EngineError`` of one line.
-        """
+        """Send a POST request, or GET without ``body``; return the response's JSON, or its text if that is not JSON."""
         try:
             get, post = self._client.get, self._client.post
             text = self._runner.run(get(path, cast_to=str) if body is None else post(path, cast_to=str, body=body))
@@ -168,8 +156,8 @@ class EngineServer(ABC):
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.
 
-        ``stopped`` is true if the answer ended with an end-of-turn token, not at its length limit. ``token`` is that
-        token's id; anything else, such as None, if the server does not name it.
+        ``stopped``: the answer ended with this token, not at its length limit. ``token`` is its id, if the server names
+        it.
         """
         if (ended := through_end(tokens, self.eos_ids)) is not None:
             return ended
@@ -253,10 +241,7 @@ class LlamaCppServer(EngineServer):
 
 
 class SglangServer(EngineServer):
-    """Client of SGLang: ``/generate`` with token ids. SGLang counts verifications, but not acceptance by position.
-
-    Written from SGLang's sources; never tested with a real server.
-    """
+    """Client of SGLang: ``/generate`` with token ids. Written from its sources; never tested with a real server."""
 
     name = "SGLang"
 

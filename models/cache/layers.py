@@ -1,0 +1,357 @@
+"""Kinds of cache layers. Only they know what a layer keeps, and where; ``TreeCache`` counts positions and asks them.
+
+A cache has one ``Layers`` object for all of its layers of a kind. Attention keeps keys and values: of every position
+(``FullLayers``), or of the latest ones (``SlidingLayers``). Another kind needs a ``LayerShape`` and a ``Layers``. A
+kind with a recurrent state would keep the committed state of each row and the factors of its pending nodes, and compute
+the state of the accepted node in ``commit``.
+
+The keys of layers with equal sizes are one tensor (a stack), and so are their values, so a commit takes one copy per
+stack. Several rows are written by index tensors, because their lengths differ; a single row is written by slices.
+
+Shape legend: B rows, H key/value heads, C positions held, T new tokens, P nodes of a path, K keys (positions of the
+longest row, with pending and new tokens), E head width, L layers of a stack.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from drafthead.errors import UserError
+from drafthead.models.token_tree import TreeShape
+from drafthead.system.devices import on_device
+
+
+@dataclass
+class Row:
+    """Position counts of one row, shared by a cache and its views of that row."""
+
+    length: int = 0
+    """Number of committed positions."""
+    dropped: int = 0
+    """Number of leading positions that sliding-window layers have dropped."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over new tokens after the committed and pending ones of every row."""
+
+    lengths: Tensor
+    """[B] int64 committed positions, on the device; not set for a single row."""
+    pending: int
+    new: int
+    committed: bool
+    """True if all new tokens will be committed."""
+    shape: TreeShape | None
+    """Tree of all pending and new nodes; None if it is not known, or the tokens are not nodes."""
+
+
+class Layers(ABC):
+    """All layers of one kind in a cache, numbered from 0; ``rows`` are the cache's."""
+
+    rows: list[Row]
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def begin(self, coming: Pass) -> None:
+        """Prepare a pass of the model over new tokens."""
+
+    @abstractmethod
+    def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
+        """Add a layer's states of the new tokens; return all states that they read."""
+
+    @abstractmethod
+    def move(self, nodes_BP: Tensor, counts: list[int], in_place: bool) -> None:
+        """Make each row b's accepted nodes, ``nodes_BP[b, :counts[b]]``, its first pending positions.
+
+        ``in_place``: they are, because the nodes are a chain. A commit follows.
+        """
+
+    def commit(self, counts: list[int]) -> None:  # noqa: B027
+        """Commit the first ``counts[b]`` pending positions of row b, and drop the others. Its length has grown."""
+
+    def crop(self, lengths: list[int]) -> None:  # noqa: B027
+        """Drop pending states and all but the first ``lengths[b]`` positions of row b, whose length is still the old.
+
+        Raise a UserError if the next pass would read states that have been discarded.
+        """
+
+    @abstractmethod
+    def append(self, number: int, source: "Layers", other: int, start: int, stop: int) -> None:
+        """Take the committed positions ``start`` to ``stop`` of layer number ``other`` of ``source``."""
+
+    @abstractmethod
+    def row(self, row: int) -> Self:
+        """Return layers that share the memory of row number ``row``."""
+
+    @abstractmethod
+    def select(self, index: Tensor, rows: list[Row]) -> Self:
+        """Return layers with copies of the rows ``index`` [B], which are ``rows``."""
+
+    @abstractmethod
+    def first(self, count: int, rows: list[Row]) -> Self:
+        """Return the first ``count`` layers, in the same memory; they never drop positions. ``rows`` are copies."""
+
+    @abstractmethod
+    def grow(self, capacity: int) -> Self:
+        """Return layers with the same states and memory for ``capacity`` positions."""
+
+
+class LayerShape(ABC):
+    """Description of what one layer keeps."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Layers of equal kinds are in one ``Layers`` object."""
+
+    @staticmethod
+    @abstractmethod
+    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device) -> Layers:
+        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions."""
+
+    def trimmed(self, sliding: "Sliding") -> "LayerShape":
+        """Return the shape of a layer that keeps only the latest positions, or self for other kinds."""
+        return self
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Memory sizes of sliding-window layers, which hold only the latest positions."""
+
+    window: int
+    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
+    room: int
+    """Largest number of pending (not yet committed) positions."""
+    held: int
+    """Number of positions that fit into the memory. If it is larger, positions are dropped less often; each drop copies
+    a whole window."""
+
+
+@dataclass(frozen=True)
+class KeyValueShape(LayerShape):
+    """Numbers of heads, and widths, of the keys and values that an attention layer keeps."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    sliding: Sliding | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        return KeyValueShape, self.sliding
+
+    @staticmethod
+    def new(
+        shapes: Sequence["KeyValueShape"], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> "FullLayers":
+        sliding = shapes[0].sliding
+        held = sliding.held if sliding else capacity
+        stacks = [
+            torch.zeros((shapes.count(shape), len(rows), heads, held, width), dtype=dtype, device=device)
+            for shape in dict.fromkeys(shapes)
+            for heads, width in (shape.keys, shape.values)
+        ]
+        return (SlidingLayers if sliding else FullLayers)(shapes, stacks, rows)
+
+    def trimmed(self, sliding: Sliding) -> "KeyValueShape":
+        return replace(self, sliding=sliding)
+
+
+def shape_of(stock: Any) -> LayerShape | None:
+    """Return the shape of a layer of transformers' cache after a pass; None: the model does not use it."""
+    if not stock.is_initialized:
+        return None
+    return KeyValueShape(*((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values)))
+
+
+class FullLayers(Layers):
+    """Layers that hold every position, or, in a cache from ``TreeCache.selected``, selected and later positions."""
+
+    def __init__(
+        self, shapes: Sequence[KeyValueShape], stacks: Sequence[Tensor], rows: list[Row], skipped: int = 0
+    ) -> None:
+        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``: keys and values of each size, by its first layer.
+
+        ``skipped``: number of committed positions without memory; a position p is at index p - ``skipped``.
+        """
+        self.shapes, self.stacks, self.rows, self.skipped = list(shapes), list(stacks), rows, skipped
+        sizes = list(dict.fromkeys(self.shapes))
+        parts = [iter(zip(*(s.unbind(0) for s in stacks[2 * n : 2 * n + 2]), strict=True)) for n in range(len(sizes))]
+        self._parts: list[tuple[Tensor, Tensor]] = [next(parts[sizes.index(shape)]) for shape in self.shapes]
+        self._first: int | Tensor = skipped  # index of the memory's first position; of several sliding rows [B]
+        self._span = slice(0, 0)
+        self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self.stacks)
+
+    def over(self, change: Callable[[Tensor], Tensor], rows: list[Row] | None = None) -> Self:
+        """Return these layers over other memory: the result of ``change`` for each stack."""
+        stacks = [change(stack) for stack in self.stacks]
+        return type(self)(self.shapes, stacks, self.rows if rows is None else rows, self.skipped)
+
+    def skip(self, count: int) -> None:
+        """Set the number of committed positions without memory."""
+        self.skipped = self._first = count
+
+    def start(self, row: Row) -> int:
+        """Return the number of positions of ``row`` without memory: a new position p is at p minus this number."""
+        return self.skipped
+
+    @property
+    def ends(self) -> list[int]:
+        """The index in the memory of each row's first pending (not yet committed) position."""
+        return [row.length - self.start(row) for row in self.rows]
+
+    def begin(self, coming: Pass) -> None:
+        start = max(self.ends) + coming.pending
+        self._span = slice(start, start + coming.new)
+        if len(self.rows) > 1:
+            device = coming.lengths.device
+            offsets = torch.arange(coming.pending, coming.pending + coming.new, device=device)
+            self._index = (coming.lengths - self._first)[:, None] + offsets
+            self._rows = torch.arange(len(self.rows), device=device)[:, None]
+
+    def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
+        """Write keys and values [B, H, T, E]; return those of all positions, [B, H, K, E]."""
+        (keys, values), (key, value), span, end = self._parts[number], states, self._span, self._span.stop
+        if len(self.rows) == 1:
+            keys[:, :, span] = key
+            values[:, :, span] = value
+        else:
+            keys[self._rows, :, self._index] = key.transpose(1, 2)
+            values[self._rows, :, self._index] = value.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def move(self, nodes_BP: Tensor, counts: list[int], in_place: bool) -> None:
+        if in_place:
+            return
+        most = max(counts)
+        nodes_BP = nodes_BP[:, :most]
+        if len(self.rows) == 1:
+            (start,) = self.ends
+            for stack in self.stacks:
+                # index_select copies before the write, so overlapping source and destination are safe.
+                stack[:, :, :, start : start + most] = stack.index_select(3, nodes_BP[0] + start)
+            return
+        rows = torch.arange(len(self.rows), device=nodes_BP.device)[:, None]
+        starts = on_device(self.ends, nodes_BP.device)[:, None]
+        target, source = starts + torch.arange(most, device=nodes_BP.device), starts + nodes_BP
+        for stack in self.stacks:
+            # The right side is a copy. What lands past a row's count is never read.
+            stack[:, rows, :, target] = stack[:, rows, :, source]
+
+    def append(self, number: int, source: Layers, other: int, start: int, stop: int) -> None:
+        assert isinstance(source, FullLayers)
+        self.update(number, *(states[:, :, start:stop] for states in source._parts[other]))
+
+    def write(self, number: int, slots: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values at ``slots`` [T] on the device; return the layer's whole memory."""
+        for memory, new in zip(self._parts[number], states, strict=True):
+            memory.index_copy_(2, slots, new)
+        return self._parts[number]
+
+    def row(self, row: int) -> Self:
+        return self.over(lambda stack: stack[:, row : row + 1], [self.rows[row]])
+
+    def select(self, index: Tensor, rows: list[Row]) -> Self:
+        return self.over(lambda stack: stack.index_select(1, index), rows)
+
+    def first(self, count: int, rows: list[Row]) -> Self:
+        shapes = self.shapes[:count]
+        used = [shapes.count(shape) for shape in dict.fromkeys(shapes) for _ in range(2)]
+        return type(self)(shapes, [stack[:n] for stack, n in zip(self.stacks, used, strict=False)], rows, self.skipped)
+
+    def grow(self, capacity: int) -> Self:
+        return self.over(lambda stack: torch.nn.functional.pad(stack, (0, 0, 0, capacity - stack.shape[3])))
+
+
+class SlidingLayers(FullLayers):
+    """Sliding-window layers, which drop the positions that no later query sees.
+
+    Positions are dropped at a commit, if a tree of ``room`` nodes would not fit any more. Until then they accumulate,
+    because each drop copies a whole window.
+    """
+
+    def __init__(
+        self, shapes: Sequence[KeyValueShape], stacks: Sequence[Tensor], rows: list[Row], skipped: int = 0
+    ) -> None:
+        super().__init__(shapes, stacks, rows, skipped)
+        assert shapes[0].sliding is not None
+        self._sizes = shapes[0].sliding
+
+    def start(self, row: Row) -> int:
+        return row.dropped
+
+    def begin(self, coming: Pass) -> None:
+        if len(self.rows) > 1:
+            self._first = on_device([row.dropped for row in self.rows], coming.lengths.device)
+        super().begin(coming)
+        # Committed tokens of one row may exceed the memory, because `update` then keeps the latest ones.
+        if self._span.stop > self._sizes.held and not (coming.committed and len(self.rows) == 1):
+            raise UserError(
+                f"layers with a window hold {self._sizes.held} positions but {self._span.stop} are needed: the cache "
+                f"was made for trees of up to {self._sizes.room} nodes; create it with larger `nodes`"
+            )
+
+    def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
+        if self._span.stop <= self._sizes.held:
+            return super().update(number, *states)
+        start, memory = self._span.start, self._parts[number]
+        whole = tuple(torch.cat([held[:, :, :start], new], 2) for held, new in zip(memory, states, strict=True))
+        for held, latest in zip(memory, whole, strict=True):
+            held.copy_(latest[:, :, -self._sizes.held :])
+        return whole
+
+    def columns(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Restrict a mask [B, 1, T, K] and key positions [B, K] to the keys that these layers hold."""
+        if len(self.rows) == 1:
+            dropped = self.rows[0].dropped
+            return None if mask is None else mask[..., dropped:], positions[:, dropped:]
+        assert mask is not None and isinstance(self._first, Tensor)
+        last = positions.shape[1] - 1
+        columns = self._first[:, None] + torch.arange(self._span.stop, device=positions.device)  # in the whole text
+        inside = columns.clamp(max=last)
+        held_mask = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
+        return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)
+
+    def commit(self, counts: list[int]) -> None:
+        """In every row without space for another tree, drop the positions that no later query sees."""
+        window, room, held = self._sizes.window, self._sizes.room, self._sizes.held
+        for n, row in enumerate(self.rows):
+            row.dropped += max(0, self._span.stop - held)  # of a pass longer than the memory
+            self._check(row, row.length)
+            first = max(row.dropped, row.length - window + 1)
+            if row.length - row.dropped + room > held and first > row.dropped:
+                seen = slice(first - row.dropped, row.length - row.dropped)
+                for stack in self.stacks:
+                    stack[:, n, :, : row.length - first] = stack[:, n, :, seen].clone()
+                row.dropped = first
+        self._span = slice(0, 0)
+
+    def crop(self, lengths: list[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.dropped = row.dropped if length else 0
+            self._check(row, length)
+
+    def _check(self, row: Row, length: int) -> None:
+        if row.dropped > max(0, length - self._sizes.window + 1):
+            raise UserError(
+                f"the cache cannot go back to {length} positions: layers with a window of {self._sizes.window} have "
+                f"dropped the first {row.dropped}; start again at 0, or create the cache without `nodes`"
+            )
+
+    def first(self, count: int, rows: list[Row]) -> Self:
+        view = super().first(count, rows)
+        view._sizes = replace(self._sizes, room=0)
+        return view
+
+    def grow(self, capacity: int) -> Self:
+        raise AssertionError("only caches of drafters grow, and they are not trimmed")
