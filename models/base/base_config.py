@@ -409,7 +409,7 @@ def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) 
     embeddings. It has the generation settings of the checkpoint that ``config`` names.
     """
 
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     with register_module_parameter_registration_hook(to_meta):

@@ -105,11 +105,12 @@ def test_parts_made_in_three_ways_are_those_of_the_model(
 ) -> None:
     """Shards, composites, experts, a norm without weights, scaled logits; only the parts and eight rows are read."""
     config = save(name, tmp_path, script, "50KB")
-    base, count_bytes.total = BaseModel.load(config, "cpu"), 0
+    base = BaseModel.load(config, "cpu")
+    layers = [m for m in base.stock().model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    count_bytes.total = 0
     parts = BaseParts.of_checkpoint(config, "cpu")
     ends = {base.embedding.data_ptr(): base.embedding.nbytes, base.lm_head.weight.data_ptr(): base.embedding.nbytes}
     norm = next(base.final_norm.parameters(), None)
-    layers = [m for m in base.stock().model.layers.modules() if isinstance(m, torch.nn.Linear)]
     rows = sum(4 * layer.in_features * min(8, layer.out_features) for layer in layers)
     first = 4 * layers[0].in_features * min(64, layers[0].out_features)
     assert count_bytes.total == sum(ends.values()) + rows + (first if norm is None else norm.nbytes)
