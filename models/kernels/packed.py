@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-JOINED = {"cpu": 0, "accelerator": 1024}
-"""Largest number of tokens of several documents in one span."""
+JOINED = {"cpu": 0, "meta": 0, "accelerator": 1024}
+"""Largest number of tokens of several documents in one span. Estimates (``meta``) read one document per row."""
 MAX_SCORES = 2**26
 """Largest number of attention scores in memory at once when they are computed explicitly."""
 
