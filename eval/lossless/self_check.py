@@ -64,6 +64,6 @@ def check_drafts(head: DraftHead) -> dict[str, Any]:
                     margin = partial(logit_margin, base, *answers)
                     if not sampler.greedy:
                         margin = partial(draw_margin, base, sampler, row, *answers)
-                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounds_to))
-            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounds_to)
+                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounding_dtype))
+            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounding_dtype)
     return {"ways": rates, "accepted": accepted / drafted}

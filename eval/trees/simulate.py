@@ -77,7 +77,7 @@ def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
     """Return per answer the ranks [T, K] of its tokens among the head's candidates; answers of one token have none."""
     ranks = []
     for text in texts:
-        base_hidden = read_hidden_states(head.base, head, text)
+        base_hidden = read_hidden_states(head.base_model, head, text)
         ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
 
