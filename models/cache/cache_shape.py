@@ -55,7 +55,7 @@ class CacheShape:
     @cached_property
     def places(self) -> tuple[Place | None, ...]:
         kinds, numbers = list(self._kinds), [iter(range(len(shapes))) for shapes in self._kinds.values()]
-        indices = (shape and kinds.index(shape.kind) for shape in self.layers)
+        indices = (None if shape is None else kinds.index(shape.kind) for shape in self.layers)
         return tuple(None if kind is None else Place(kind, next(numbers[kind])) for kind in indices)
 
     def new(self, rows: list[Row], capacity: int) -> list[Layers]:

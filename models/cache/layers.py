@@ -167,7 +167,8 @@ def shape_of(stock: Any) -> LayerShape | None:
     """Return the shape of a layer of transformers' cache after a pass; None: the model does not use it."""
     if not stock.is_initialized:
         return None
-    return KeyValueShape(*((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values)))
+    keys, values = ((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values))
+    return KeyValueShape(keys, values)
 
 
 class FullLayers(Layers):

@@ -16,6 +16,7 @@ Shape legend: B rows, T tokens of a row, N tokens of the batch, Q queries, K key
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ class PackedMask(BlockMask):
         time = self.tokens // self.rows
         return self.rows, 1, time, time
 
-    def __getitem__(self, index: tuple[slice, ...]) -> "PackedMask":
+    def __getitem__(self, index: Any) -> "PackedMask":
         """Return self for a slice of everything, which Gemma 4 takes."""
         if any(part.start or part.stop is not None for part in index):
             raise IndexError("a mask of packed rows cannot be sliced")
