@@ -180,7 +180,7 @@ def profiled(overrides: Sequence[str]) -> dict[str, Any]:
     ids = [n % base.vocab_size for n in range(512)]
     work: dict[str, Callable[[], object]] = {
         "decoding": partial(decode, base, head, ids[:64], max_new_tokens=32, ignore_eos=True),
-        "training": partial(fitted, head, TrainBatch.of([ids]).to(base.device), steps=2, lr=0.0),
+        "training": partial(fitted, head, TrainBatch.of([ids]), steps=2, lr=0.0),
     }
     key, costs = f"self_{'cpu' if base.device.type == 'cpu' else 'device'}_time_total", {}
     for name, function in work.items():

@@ -307,7 +307,7 @@ def _compared(
             seed = prompt_seed(config, ids)
             margin = partial(draw_margin, base, config.sampler, seed, ids, before.tokens, after.tokens)
         again = recompute and partial(recompute, ids, after)
-        equalities.append(compare_outputs(before.tokens, after.tokens, margin, again, base.rounds_to, tie))
+        equalities.append(compare_outputs(before.tokens, after.tokens, margin, again, base.rounding_dtype, tie))
     return equalities
 
 

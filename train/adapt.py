@@ -218,7 +218,7 @@ class OnlineLearner:
     ) -> tuple[DecodeResult, OnlineExample]:
         """Answer the prompt ``ids`` exactly, and learn from the answer; return it and its training example."""
         result = decode(
-            self.head.base,
+            self.head.base_model,
             self.recorder,
             ids,
             max_new_tokens=max_new_tokens,

@@ -388,7 +388,7 @@ def tree(context: RunContext) -> None:
     with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
         calibrated = load_calibration(path, head)
         if calibrated is None:
-            costs = measure_costs(head.base, head, progress=display.progress)
+            costs = measure_costs(head.base_model, head, progress=display.progress)
             calibrated = costs, calibrate(_tree_ranks(context, head), costs, run.tree_search)
             save_calibration(path, head, *calibrated)
             head.batch_trees = {}
@@ -396,7 +396,7 @@ def tree(context: RunContext) -> None:
         head.tree = calibration.tree
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
-                costs_of_batch = measure_costs(head.base, head, rows=rows, progress=display.progress)
+                costs_of_batch = measure_costs(head.base_model, head, rows=rows, progress=display.progress)
                 batch = calibrate(_tree_ranks(context, head), costs_of_batch, run.tree_search)
                 pays = batch.expected_speedup > 1
                 head.batch_trees = {**head.batch_trees, rows: batch.tree if pays else TokenTree.chain(0)}
@@ -420,7 +420,7 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     if context.development_answers is not None:
         return text_ranks(head, context.development_answers)
     is_cached = any(phase.store_hidden_states for phase in run.phases.values())  # then also the held-out answers
-    held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, head.base)
+    held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, head.base_model)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 
 
@@ -436,9 +436,9 @@ def evaluate(context: RunContext) -> None:
     head.tree = calibration.tree
     log = read_json_lines(context.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {suite_label(config.suite)}"):
-        drafter, draft_config = config.build(head.base, head, config.draft_config(head))
+        drafter, draft_config = config.build(head.base_model, head, config.draft_config(head))
         evaluation = evaluate_drafter(
-            head.base,
+            head.base_model,
             drafter,
             config,
             context.folder,
@@ -459,7 +459,7 @@ def evaluate(context: RunContext) -> None:
         prompt = load_suite(config.suite, 1, config.seed, config.tasks, config.split)[0]
         ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=context.run.base.chat_template_kwargs)
         tokens = min(SHOWN_TOKENS, config.max_new_tokens)
-        display.console.print(side_by_side(head.base, drafter, draft_config, ids, tokens))
+        display.console.print(side_by_side(head.base_model, drafter, draft_config, ids, tokens))
 
 
 def card(context: RunContext) -> None:

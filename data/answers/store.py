@@ -25,22 +25,17 @@ from drafthead.files.local import new_file
 
 REMEDY = "choose another folder for these settings (data.folder=...), or remove this one"
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
-Prompt = tuple[int, list[int]]
-"""Number of a prompt in the corpus's list of prompts, and its token ids."""
+Prompt = tuple[int, list[int]]  # number in the corpus's list of prompts, token ids
 
 
 @dataclass(frozen=True)
 class Answer:
     """A prompt and its answer, as token ids: those of decoding, or those of the answer's text if only this is known."""
 
-    prompt_number: int
-    """Number of the prompt in the list of prompts; unique in a store."""
-    input_ids: npt.NDArray[np.int32]
-    """[n] ids of the n tokens of the prompt and then of the answer."""
-    boundary: int
-    """Index in ``input_ids`` of the first answer token; at least 1."""
-    finished: bool
-    """True if the answer ends with an end-of-turn token, False if a limit cut it."""
+    prompt_number: int  # in the list of prompts; unique in a store
+    input_ids: npt.NDArray[np.int32]  # [n] tokens of the prompt and then of the answer
+    boundary: int  # index of the first answer token; at least 1
+    finished: bool  # False if a limit cut the answer, which then has no end-of-turn token
     hidden_states: npt.NDArray[np.float16] | None = None
     """[n - 1, D], for n tokens of prompt and answer: the base's final hidden state at each token but the last, NaN
     where it is missing. None if hidden states are not stored."""
@@ -76,8 +71,7 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    wait: Callable[[], None] = lambda: None
-    """Barrier: it returns when every process of the group has called it."""
+    wait: Callable[[], None] = lambda: None  # returns when every process of the group has called it
 
 
 @dataclass(frozen=True)
@@ -85,14 +79,11 @@ class AnswerStats:
     """Size of an answer store."""
 
     rows: int
-    tokens: int
-    """Number of answer tokens."""
-    finished: int
-    """Number of answers that end with an end-of-turn token."""
+    tokens: int  # of answers, without prompts
+    finished: int  # answers that end with an end-of-turn token
 
 
-ANSWERS = "answers"
-"""Folder of the answers in the ``data.folder`` of a run."""
+ANSWERS = "answers"  # folder in the ``data.folder`` of a run
 
 
 def open_answers(folder: Path) -> "AnswerStore":
@@ -104,8 +95,7 @@ def open_answers(folder: Path) -> "AnswerStore":
 class _Entry(NamedTuple):
     shard: int
     row: int
-    first: int
-    """First row of the answer's hidden states in the shard's matrix."""
+    first: int  # row of the answer's first hidden state in the shard's matrix
 
 
 class AnswerStore:
@@ -146,7 +136,7 @@ class AnswerStore:
 
     @property
     def has_hidden_states(self) -> bool:
-        """Return True if there are answers and all of them have hidden states."""
+        """True if there are answers and all of them have hidden states."""
         return bool(self._tables) and all(map(_width, self._tables.values()))
 
     @property

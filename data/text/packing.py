@@ -16,10 +16,8 @@ from drafthead.data.text.chat import Tokenizer
 from drafthead.data.text.documents import Documents, Ids
 from drafthead.errors import UserError
 
-MIN_PIECE = 8
-"""Smallest piece of a cut document, in tokens, because drafts need context before them and targets after."""
-OPEN_ROWS = 64
-"""Number of partly filled rows among which the best fit for a whole document is searched."""
+MIN_PIECE = 8  # tokens of a cut document: drafts need context before them and targets after
+OPEN_ROWS = 64  # partly filled rows among which the best fit for a whole document is searched
 Integers = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 

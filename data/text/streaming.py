@@ -30,14 +30,10 @@ from drafthead.data.text.sources import SourceConfig, as_text, column_value, ite
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
 
-State = dict[str, Any]
-"""A position in a stream, as JSON values."""
-WINDOW = 64
-KEPT_POSITIONS = 256
-"""Number of windows per shard, counted from the latest, whose start is stored. To find the start of an earlier window,
-the shard is read from its beginning."""
-_WRITING = threading.Lock()
-"""Lock for writing positions, because two phases of a run may use the same shards."""
+State = dict[str, Any]  # a position in a stream, as JSON values
+WINDOW = 64  # rows
+KEPT_POSITIONS = 256  # latest windows per shard whose start is stored; for others the shard is read from its beginning
+_WRITING = threading.Lock()  # two phases of a run may write positions of the same shards
 
 
 class SourceStream:
@@ -48,7 +44,6 @@ class SourceStream:
         self.load({"epoch": 0, "taken": 0})
 
     def load(self, state: State) -> None:
-        """Continue from a position that ``state`` returned for the same source and shard."""
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
         self._rows: Any = None
         self._start: State | None = state.get("dataset")
@@ -58,7 +53,6 @@ class SourceStream:
         self._texts = islice(iter_documents(self.source), first, None, self.shards) if local else self._dataset_texts()
 
     def state(self) -> State:
-        """Return the position of the next text, to pass to ``load``."""
         state: State = {"epoch": self._epoch, "taken": self._taken}
         if self._rows is not None:
             return state | {"dataset": {"rows": self._rows.state_dict(), "number": self._number}}
@@ -111,13 +105,11 @@ class Mixture:
         self._given = [0] * len(sources)
 
     def load(self, state: State) -> None:
-        """Continue from a position that ``state`` returned for the same sources and shard."""
         self._given = list(state["given"])
         for stream, position in zip(self._streams, state["sources"], strict=True):
             stream.load(position)
 
     def state(self) -> State:
-        """Return the position of the next text, to pass to ``load``."""
         return {"given": list(self._given), "sources": [stream.state() for stream in self._streams]}
 
     def __next__(self) -> str:

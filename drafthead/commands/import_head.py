@@ -21,6 +21,7 @@ from drafthead.commands.command import command, new_folder
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
@@ -72,7 +73,9 @@ def main(config: ImportConfig) -> None:
     display = Display()
     with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
-            base = BaseModel.load(config.base, progress=display.line)
+            # Only heads that run layers of a base need them.
+            load = BaseModel.load if file_format.head_config.needs_layers else BaseParts.of_checkpoint
+            base = load(config.base, progress=display.line)
         with display.stage(f"{file_format.title} from {config.from_}"):
             head = file_format.attach(checkpoint, base)
             read_trees(folder, head)
@@ -100,12 +103,12 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {head.base.name}"
 
 
-def _base_notes(content: dict[str, Any], base: BaseModel) -> Iterator[str]:
+def _base_notes(content: dict[str, Any], base: BaseParts) -> Iterator[str]:
     """Yield notes about a published config that names another base, or a shorter context than the base's."""
     named, limit = content.get(BASE_NAME), content.get("max_position_embeddings")
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
         yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"
-    own = base.model.config.max_position_embeddings
+    own = base.model_config.max_position_embeddings
     if isinstance(limit, int) and limit < own:
         yield f"its config.json ends at {limit} positions and the base at {own}: some engines stop drafting there"
 

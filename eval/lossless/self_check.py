@@ -45,7 +45,7 @@ def check_drafts(head: DraftHead) -> dict[str, Any]:
     """
     base, text = head.base, list(range(10, 19))
     text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
-    fitted(head, TrainBatch.of([text]).to(base.device), steps=40, lr=0.01)
+    fitted(head, TrainBatch.of([text]), steps=40, lr=0.01)
     prompts = [text[:9], text[:20], text[:50]]  # continued by what the head was fitted to, so that it drafts well
     tree = DraftConfig(tree=TokenTree.expansion([3, 2, 1][: head.depth]))
     ways = {"alone": DraftConfig(tree=TokenTree.chain(head.depth)), "tree": tree, "batch": tree}
@@ -64,6 +64,6 @@ def check_drafts(head: DraftHead) -> dict[str, Any]:
                     margin = partial(logit_margin, base, *answers)
                     if not sampler.greedy:
                         margin = partial(draw_margin, base, sampler, row, *answers)
-                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounds_to))
-            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounds_to)
+                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounding_dtype))
+            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounding_dtype)
     return {"ways": rates, "accepted": accepted / drafted}

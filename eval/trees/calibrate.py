@@ -68,7 +68,7 @@ def measured_with(base: BaseModel, *measured: object) -> str:
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
     """Write costs and calibration with a hash of their head and machine: a new measurement could give another tree."""
     content = {
-        "measured_with": measured_with(head.base, VERSION, head.identity()),
+        "measured_with": measured_with(head.base_model, VERSION, head.identity()),
         "costs": costs.to_json(),
         "calibration": calibration.to_json(),
     }
@@ -81,7 +81,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
         return None
     content = read_checksummed_json(path)
     try:
-        if content["measured_with"] != measured_with(head.base, VERSION, head.identity()):
+        if content["measured_with"] != measured_with(head.base_model, VERSION, head.identity()):
             return None
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

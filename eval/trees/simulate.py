@@ -68,7 +68,7 @@ def positions(
 def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
     """Return the base's hidden states [1, T, D] that the drafter reads: the stored ones if they suffice."""
     if text.hidden_states is None or drafter.spec.layers:
-        return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
+        return base.hidden_states(TrainBatch.of([text.ids], text.boundary), drafter.spec)
     stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
     return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
@@ -77,7 +77,7 @@ def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
     """Return per answer the ranks [T, K] of its tokens among the head's candidates; answers of one token have none."""
     ranks = []
     for text in texts:
-        base_hidden = read_hidden_states(head.base, head, text)
+        base_hidden = read_hidden_states(head.base_model, head, text)
         ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
 

@@ -1,8 +1,8 @@
-"""Adapters of a base in peft's format: merging at load, copying, and fingerprints of adapted bases.
+"""Adapters of a base in peft's format: merging at load, copying, and digests. Only safetensors are read.
 
 A base with a merged adapter counts as another base. Its fingerprint combines the original's with a digest of the
 adapter, which is stored in the model's config, and has the fingerprint of the merged weights too. So the base is
-recognised in another dtype, and if somebody else merged the adapter. Only safetensors are read.
+recognised in another dtype, and if somebody else merged the adapter.
 """
 
 import hashlib
@@ -10,17 +10,15 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import check_header, read_json, safe_join
+from drafthead.models.base.fingerprint import ADAPTER_DIGEST, fingerprint, short_hash
 from drafthead.models.base.text_model import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,70 +28,6 @@ PATTERNS = ("exclude_modules", "modules_to_save", "layers_pattern", "rank_patter
 """Keys of an adapter's config whose texts peft uses as regular expressions."""
 KEEP_BASE = ("gaussian", "orthogonal", "eva")
 """Ways to start a LoRA that leave the base's weights unchanged."""
-DIGEST = "drafthead_adapter"
-"""Key of a model's config for the digest of the merged adapter."""
-
-
-def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Return the fingerprint of a stock model, which must not be fused or prepacked yet.
-
-    It is two hashes, 16 hex digits each: one of the base's ends, and one of rows of all its linear layers. The first
-    covers sizes, the final norm and 64 rows of the output head, and only it is known of quantised bases (see
-    :func:`~drafthead.files.local.same_base`). The second tells a base from fine-tunes that kept these ends, such
-    as merged LoRA adapters.
-
-    With the ``digest`` of an adapter that is merged or live (None: as stored in the config, if any), the result is
-    a fingerprint of the adapter and the ends, "=" and these two hashes, which differ by dtype because merging rounds.
-    """
-    digest = digest or getattr(model.config, DIGEST, None)
-    ends = _ends(model)
-    head = _bytes(_first_rows(model.get_output_embeddings(), 64))
-    weights = _hash(*ends, head)
-    if not getattr(model, "is_quantized", False):
-        weights += _hash(*(_bytes(_first_rows(layer, 8)) for layer in _linear_layers(model.model.layers)))
-    if digest is None:
-        return weights
-    adapted = _hash(*ends, digest[:16].encode()) + digest[16:]
-    return adapted if getattr(model, "is_quantized", False) else f"{adapted}={weights}"
-
-
-def _ends(model: Any) -> list[bytes]:
-    """Return the sizes of a model and the weights of its final norm."""
-    settings = model.config
-    sizes = f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()
-    norm = getattr(model.model.norm, "weight", None)
-    # Olmo's norm has no weights, so a weight of the first layer replaces it.
-    return [sizes, _bytes(next(model.model.layers[0].parameters())[:64] if norm is None else norm)]
-
-
-def _linear_layers(module: nn.Module) -> Iterator[Any]:
-    """Yield the linear layers below ``module``; one with a live LoRA adapter is one layer."""
-    for child in module.children():
-        if isinstance(child, nn.Linear) or hasattr(child, "get_delta_weight"):
-            yield child
-        else:
-            yield from _linear_layers(child)
-
-
-def _first_rows(layer: Any, count: int) -> Tensor:
-    """Return the first rows of a linear layer's weight, to which active LoRA adapters are added as peft merges them."""
-    rows: Tensor = layer.weight[:count].detach()
-    if hasattr(layer, "get_delta_weight") and not layer.merged and not layer.disable_adapters:
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
-                rows = rows + layer.get_delta_weight(name)[:count].to(rows.dtype)
-    return rows
-
-
-def _bytes(weight: Tensor) -> bytes:
-    """Return a weight rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint."""
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-    return weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes()
-
-
-def _hash(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def digest_of(original: str, folder: Path) -> str:
@@ -105,7 +39,7 @@ def digest_of(original: str, folder: Path) -> str:
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
     original = original.partition("=")[0]
-    return _hash(f"{original[:16]},{weights},{settings}".encode()) + original[16:]
+    return short_hash(f"{original[:16]},{weights},{settings}".encode()) + original[16:]
 
 
 def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
@@ -163,7 +97,7 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
             stacklevel=2,
         )
     merged = adapted.merge_and_unload()
-    setattr(merged.config, DIGEST, digest)
+    setattr(merged.config, ADAPTER_DIGEST, digest)
     return merged
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +30,7 @@ from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_shards, weight_files
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.structure import llama_like
+from drafthead.models.base.structure import llama_like, without_layers
 from drafthead.models.base.text_model import (
     EXTRA_PARAMETERS,
     LOAD_ERRORS,
@@ -297,12 +298,17 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 
 
 def load_weights(
-    config: BaseConfig, device: torch.device, progress: Callable[[str], None], stock_attention: bool = False
+    config: BaseConfig,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda line: None,
+    stock_attention: bool = False,
+    layers: bool = True,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
 
     The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
     adapter of ``config``, if any, is merged. ``progress`` is called with a line of text before slow first-time work.
+    With ``layers`` false, decoder layers are neither built nor read, if ``config.has_whole_tensors``.
     """
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -317,7 +323,7 @@ def load_weights(
             model = build(settings, **how)
         tokenizer = config.load_tokenizer(config.name)
     else:
-        model, tokenizer = _stored(config, how, progress)
+        model, tokenizer = _stored(config, how, progress, layers or not config.has_whole_tensors)
     model = model.to(device)
     if config.adapter is None:
         return model, tokenizer
@@ -336,8 +342,6 @@ def load_shards(
     All processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
     weights in place, and returns the device of their shards.
     """
-    from accelerate import init_empty_weights  # installed for training
-
     folder = config.folder(progress)
     dtype = getattr(torch, automatic_dtype(device) if config.dtype == "auto" else config.dtype)
     try:
@@ -345,14 +349,9 @@ def load_shards(
         check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         with own_attention_code(settings.model_type):
-            with torch.device("meta"), size_limit(config.name, weight_files(folder, config.revision)):
-                build(settings)
-            # Rotary frequencies and other buffers are computed, not stored.
-            with init_empty_weights(include_buffers=False):
-                model = build(settings, dtype=dtype, attn_implementation=attention.register())
-        model.eval().requires_grad_(False).tie_weights()
-        with suppress(OSError):  # the checkpoint has none
-            model.generation_config = GenerationConfig.from_pretrained(folder, **config.hub_options())
+            meta_model(config, settings)
+            model = build_empty(config, settings, dtype=dtype, attn_implementation=attention.register())
+        model.eval().requires_grad_(False)
         tensors = checkpoint_tensors(config, model)
         of_layers = shard(llama_like(model).model)
 
@@ -377,7 +376,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
     ``config.dtype=auto`` is the default dtype of this device.
     """
     dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
-    model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), lambda line: None, True)
+    model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), stock_attention=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     make_readable(folder)
@@ -396,6 +395,12 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
+def meta_model(config: BaseConfig, settings: PreTrainedConfig) -> Any:
+    """Return the stock model of ``settings`` on the meta device, if the checkpoint can be of its size."""
+    with torch.device("meta"), size_limit(config.name, weight_files(config.folder(), config.revision)):
+        return build(settings)
+
+
 def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
     """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
     try:
@@ -404,6 +409,22 @@ def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
         return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+
+
+def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) -> Any:
+    """Build a language model without weights: parameters on the meta device, and computed buffers, as of rotary
+    embeddings. It has the generation settings of the checkpoint that ``config`` names.
+    """
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(to_meta):
+        model = build(settings, **options)
+    model.tie_weights()
+    with suppress(OSError):  # the checkpoint has none
+        model.generation_config = GenerationConfig.from_pretrained(config.folder(), **config.hub_options())
+    return model
 
 
 def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:
@@ -417,7 +438,7 @@ def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]
 
 
 def _stored(
-    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
+    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None], layers: bool
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = config.folder(progress)
     options = how | config.hub_options()
@@ -436,8 +457,10 @@ def _stored(
             options |= {"config": inner, "key_mapping": inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
+        if not layers:
+            options["config"] = without_layers(inner)
         files = weight_files(folder, config.revision, config.gguf_file)
-        if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
+        if loader is not AutoModelForCausalLM or not layers:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
         with own_attention_code(settings.model_type), size_limit(config.name, files):
             model, report = loader.from_pretrained(
@@ -459,10 +482,13 @@ def _stored(
         raise UserError(
             f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}; copy or download it again"
         )
-    if odd := sorted(report["mismatched_keys"]):
+    # Without layers, tables with a column for each layer are empty.
+    if odd := sorted(key for key in report["mismatched_keys"] if layers or 0 not in key[2]):
         name, stored, expected = odd[0]
         raise UserError(
             f"base model {config.name!r} has {len(odd)} weights whose sizes differ from its config.json, such as "
             f"{name}: {list(stored)} instead of {list(expected)}; copy or download it again"
         )
+    if not layers:
+        model.config = inner
     return model, tokenizer

@@ -3,7 +3,7 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,35 +15,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.errors import UserError
-from drafthead.models.base import adapter
-from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_shards, load_weights
-from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.parity import (
-    DENSE,
-    PASSED,
-    StockResults,
-    check_against_stock,
-    check_key,
-    logit_scale,
-    measured_shapes,
-)
-from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
+from drafthead.models.base.base_config import BaseConfig, context_limit, load_shards, load_weights
+from drafthead.models.base.fingerprint import fingerprint
+from drafthead.models.base.parity import DENSE, PASSED, StockResults, check_against_stock, check_key, measured_shapes
+from drafthead.models.base.parts import BaseParts
+from drafthead.models.base.structure import capture_hidden_states, last_layers
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
 from drafthead.models.kernels.packed import PackedMask
-from drafthead.models.kernels.private_apis import CACHE, other_base
+from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
-from drafthead.system.devices import device_of, graphs_of, synchronise
+from drafthead.system.devices import device_of, synchronise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +69,7 @@ def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
     return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
 
-class BaseModel:
+class BaseModel(BaseParts):
     """A frozen causal LM: its weights get no gradients, and no method saves it."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
@@ -90,49 +79,23 @@ class BaseModel:
         :func:`fuse_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
         nothing is measured.
         """
-        settings = model.config
-        check_architecture(settings, config.max_context)
-        self.model = llama_like(model).eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.config = config
-        self.name = config.name or f"random-{settings.model_type}"
-        self.hidden_size: int = settings.hidden_size
-        self.vocab_size: int = settings.vocab_size
-        self.num_layers = len(self.model.model.layers)
-        limit = context_limit(settings)
-        self.max_context: int = config.max_context or settings.max_position_embeddings
-        """Largest number of tokens of a prompt and its answer."""
-        if limit is not None:
-            self.max_context = min(self.max_context, limit.positions)
-        self._limited = limit is not None
+        super().__init__(model, tokenizer, config)
+        self.model, settings = model, model.config
+        self.num_layers = len(model.model.layers)
+        self._limited = context_limit(settings) is not None
         for module in self.model.modules():
             # Llama 4 scales attention by the index in the pass, which is not the position of a tree node. Within the
             # context limit the factor is 1.
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
-        self.output_layer = model.get_output_embeddings()
-        """Module of the output head, without scale and soft cap."""
-        if self.output_layer is None or self.output_layer.bias is not None:
-            raise UserError(
-                f"{settings.model_type} has no output head without bias, which draft heads need; {other_base()}"
-            )
-        weight = self.output_layer.weight
-        self.dtype, self.device = weight.dtype, weight.device
-        self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
-        """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
-        sizes = attention_sizes(settings)
-        layers = (KeyValueShape(sizes, sizes),) * self.num_layers
-        self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
-        self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
-        self.fingerprint = ""
         self.stock_results: StockResults | None = None
         """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
-            self.fingerprint = adapter.fingerprint(model)
+            self.fingerprint = fingerprint(model)
             self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
-            self.stock_results = StockResults.of(self)
-            self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
+            self.stock_results = stock = StockResults.of(self)
+            self.lm_head = self.scaled_head(stock.logits[:1], stock.final)
         self.lock = RLock()
         """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
         self.dense_masks = check_key(self, DENSE) in PASSED
@@ -140,12 +103,7 @@ class BaseModel:
         self._wrapped_attention: str | None = None
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
-        self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)
         self._static: StaticModel | None = None
-        self.kernels: KernelTable | None = None
-        """Fastest kernel for each number of input rows; None if kernels were not compared."""
-        self.prepacked = 0
-        """Number of linear layers that are packed for few rows."""
 
     @classmethod
     def load(
@@ -190,54 +148,9 @@ class BaseModel:
         model, _ = load_weights(self.config, self.device, lambda line: None, stock_attention=True)
         return model.eval().requires_grad_(False)
 
-    def identity(self) -> dict[str, Any]:
-        """Return the description of the base that corpora and heads store."""
-        return {
-            "name": self.name,
-            "revision": self.config.revision,
-            "fingerprint": self.fingerprint,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "num_layers": self.num_layers,
-            "recipe": self.config.saved(),
-        }
-
-    @property
-    def embedding(self) -> Tensor:
-        """Input embedding table [V, D]."""
-        table: Tensor = self.model.get_input_embeddings().weight
-        return table
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        configured = self.model.generation_config.eos_token_id
-        ids = configured if isinstance(configured, list) else [configured]
-        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
-
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
         """Return the base's generation settings among ``keys`` that transformers applies but the caller does not."""
-        return changed_settings(self.model.generation_config, keys)
-
-    @property
-    def unused_token(self) -> int:
-        """Id that never occurs in text: an embedding without a token, else a special token that chats do not use.
-
-        Without either, the last id, which may occur; without a tokenizer, 0.
-        """
-        tokenizer = self.tokenizer
-        if tokenizer is None or len(tokenizer) < self.vocab_size:
-            return 0 if tokenizer is None else len(tokenizer)
-        used = {*self.eos_ids, *self.prompt_ids(user_turn("")), tokenizer.pad_token_id, tokenizer.bos_token_id}
-        special = [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]
-        return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
-
-    def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the token ids of ``messages`` and of the start of the answer, by the chat template.
-
-        ``variables`` of the template override those of ``config.chat_template_kwargs``.
-        """
-        return prompt_ids(self.tokenizer, messages, {**self.config.chat_template_kwargs, **(variables or {})})
+        return changed_settings(self.generation_config, keys)
 
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
         """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.

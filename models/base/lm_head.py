@@ -38,7 +38,7 @@ class LMHead:
         width = self.weight.shape[1]
         return (slice(width), slice(width, None))[-len(self.trained) :]
 
-    def at_most(self, dtype: torch.dtype) -> "LMHead":
+    def cast_frozen(self, dtype: torch.dtype) -> "LMHead":
         """Return this head, or if ``weight`` is frozen and ``dtype`` smaller, a copy with ``weight`` in ``dtype``."""
         if self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self

@@ -21,6 +21,7 @@ from drafthead.errors import UserError
 from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.layers import with_layers
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.kernels.fused import fresh_copy
@@ -112,7 +113,7 @@ class LoraBase:
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
         make_readable(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
-        return adapter.fingerprint(self.model, adapter.digest_of(self.base.fingerprint, folder))
+        return fingerprint(self.model, adapter.digest_of(self.base.fingerprint, folder))
 
 
 def _trainable_copy(base: BaseModel) -> Any:

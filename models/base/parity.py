@@ -53,7 +53,7 @@ class Base(Protocol):
     num_layers: int
     max_context: int
     dtype: torch.dtype
-    rounds_to: torch.dtype
+    rounding_dtype: torch.dtype
     device: torch.device
     windows: Windows | None
     dense_masks: bool
@@ -93,20 +93,12 @@ class StockResults:
         tokens[1, PREFIX + 1 :] = tokens[0, PREFIX + 1 :].flip(0)
         known = check_key(base, READING) in PASSED
         tokens = (tokens[:1, :4] if known else tokens).to(base.device)
-        states: list[Tensor] = []
-        hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
-        edges = shortened(config, WINDOW) if base.windows is not None else nullcontext()
-        try:
-            model.set_attn_implementation(model.get_correct_attn_implementation(None))
-            with in_one_line(config, "cannot be run by transformers' own code"), torch.inference_mode(), edges:
-                logits = model(input_ids=tokens, use_cache=False).logits.float()
-        finally:
-            model.set_attn_implementation(attention.register())
-            hook.remove()
+        with shortened(config, WINDOW) if base.windows is not None else nullcontext():
+            logits, final = stock_pass(model, tokens)
         if not logits.isfinite().all():
             adapter_note = f" with the adapter {base.config.adapter}" if base.config.adapter else ""
             raise UserError(f"{base.name}{adapter_note} computes logits that are not finite; copy its weights again")
-        return cls(tokens, logits, states[0], known)
+        return cls(tokens, logits, final, known)
 
 
 @contextmanager
@@ -121,6 +113,23 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
         raise UserError(f"{config.model_type} {what} ({why}); {other_base()}") from None
 
 
+def stock_pass(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Run ``tokens`` [R, T] through a stock model with transformers' attention, also if it has no layers.
+
+    Return the logits [R, T, V] and the final hidden states [1, T, D] of the first row.
+    """
+    states: list[Tensor] = []
+    hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
+    try:
+        model.set_attn_implementation(model.get_correct_attn_implementation(None))
+        with in_one_line(model.config, "cannot be run by transformers' own code"), torch.inference_mode():
+            logits = model(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        model.set_attn_implementation(attention.register())
+        hook.remove()
+    return logits, states[0]
+
+
 def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
     """Run one token, and return the shape of each layer's cache; None: a layer without one."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
@@ -132,24 +141,22 @@ def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
     return (*written, *[None] * (base.num_layers - len(written)))
 
 
-def logit_scale(base: Base, stock: StockResults) -> float:
-    """Return the factor of the output layer's output that gives the stock logits (before a soft cap).
+def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
+    """Return the factor of the output layer's ``product`` that gives the stock ``logits`` (before a soft cap).
 
-    It is 1 or comes from the config. Raise a UserError if no such factor gives the stock logits.
+    It is 1 or comes from ``config``. Raise a UserError if no such factor gives the stock logits. ``dtype`` is that of
+    the rounding errors.
     """
-    config = base.model.config
-    with torch.inference_mode():
-        product = base.output_layer(stock.final).float()
     scales = [1.0]
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if isinstance(value := getattr(config, key, None), int | float) and value:
             scales += [float(value), 1.0 / value]
     if isinstance(value := getattr(config, "dim_model_base", None), int) and value:
         scales.append(value / config.hidden_size)
-    candidates = (replace(base.lm_head, scale=scale).scale_and_cap(product) for scale in scales)
-    errors = [relative_error(base, logits, stock.logits[:1]) for logits in candidates]
+    candidates = (replace(head, scale=scale).scale_and_cap(product.float()) for scale in scales)
+    errors = [relative_error(dtype, candidate, logits) for candidate in candidates]
     best = min(range(len(scales)), key=errors.__getitem__)
-    if errors[best] > tolerance(base):
+    if errors[best] > tolerance(dtype):
         raise UserError(
             f"{config.model_type} computes its logits in an unknown way (recomputed ones differ by "
             f"{errors[best]:.1%} of the largest); {other_base()}"
@@ -165,13 +172,13 @@ def check_against_stock(base: Base) -> None:
     results, base.stock_results = base.stock_results, None
     if results is None or results.known:
         return
-    kind, windows = base.model.config.model_type, base.windows
+    kind, windows, dtype = base.model.config.model_type, base.windows, base.rounding_dtype
     edges = shortened(base.model.config, WINDOW) if windows is not None else nullcontext()
     try:
         with in_one_line(base.model.config, "cannot be run by drafthead"), edges:
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
             for what, logits, stock in _readings(base, results):
-                if (error := relative_error(base, logits, stock)) > tolerance(base):
+                if (error := relative_error(dtype, logits, stock)) > tolerance(dtype):
                     raise UserError(
                         f"the logits of {kind} run {what} differ from stock transformers by {error:.1%} of the largest "
                         f"one, so drafts would change the output; {other_base()}"
@@ -251,20 +258,20 @@ def _packed(base: Base, *documents: Tensor) -> Any:
         return base.logits(hidden)[:, :-1]
 
 
-def relative_error(base: Base, logits: Tensor, expected: Tensor) -> float:
-    """Return max |logits - expected| / max |expected|.
+def relative_error(dtype: torch.dtype, logits: Tensor, expected: Tensor) -> float:
+    """Return max |logits - expected| / max |expected|; ``dtype`` is that of the rounding errors.
 
     In 16 bits, the median over tokens of each token's largest difference replaces the maximum over all tokens:
     rounding may send single tokens to another expert, whereas a fault changes most tokens.
     """
     differences = (logits.float() - expected.float()).abs().amax(-1).flatten()
-    difference = differences.max() if base.rounds_to in TOLERANCE else differences.median()
+    difference = differences.max() if dtype in TOLERANCE else differences.median()
     return float(difference / expected.abs().max().clamp(min=1e-9))
 
 
-def tolerance(base: Base) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """Return the largest ``relative_error`` that rounding explains."""
-    return TOLERANCE.get(base.rounds_to, HALF_TOLERANCE)
+    return TOLERANCE.get(dtype, HALF_TOLERANCE)
 
 
 def check_key(base: Base, what: str) -> tuple[str, ...]:

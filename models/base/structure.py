@@ -72,6 +72,15 @@ def smallest(config: PreTrainedConfig, key: str) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
+def without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the same model without decoder layers."""
+    bare = copy(config)
+    bare.num_hidden_layers = 0
+    if getattr(bare, "layer_types", None):
+        bare.layer_types = []
+    return bare
+
+
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs.

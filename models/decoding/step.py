@@ -277,8 +277,8 @@ class DecodeState:
         numbers = {"committed": counts, "accepted": acceptance.accepted, **_sizes(proposal)}  # [B] each
         if self.config.with_entropy:
             numbers["entropy"] = _entropy(logits[:, 0].float())
-        records, answers = _on_host(numbers, tokens)
         hidden = hidden.map(lambda h: h.gather(1, acceptance.nodes[..., None].expand(-1, -1, h.shape[-1])))
+        records, answers = _on_host(numbers, tokens)
         self._commit(acceptance.nodes, path, hidden, [len(answer) for answer in answers])
         self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]

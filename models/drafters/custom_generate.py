@@ -292,7 +292,7 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
     Afterwards, the model has its own attention, modes and ``requires_grad`` again.
     """
     state: _Attached = vars(model).setdefault("_drafthead", _Attached())
-    own = isinstance(source, DraftHead) and source.base.model is model
+    own = isinstance(source, DraftHead) and source.base_model.model is model
     with state.lock:
         stock = model.config._attn_implementation
         if stock == attention.NAME and not own:
@@ -315,7 +315,9 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
         try:
             for owner, name in modes:
                 setattr(owner, name, False)
-            yield (source.base, source) if isinstance(source, DraftHead) and own else _attach(state, model, source)
+            yield (
+                (source.base_model, source) if isinstance(source, DraftHead) and own else _attach(state, model, source)
+            )
         finally:
             guard.remove()
             if model.config._attn_implementation != stock:

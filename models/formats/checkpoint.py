@@ -13,7 +13,7 @@ from torch import Tensor
 from drafthead.errors import UserError, one_line
 from drafthead.files.hub import refuse_pickles
 from drafthead.files.local import check_header, make_readable, read_json, require_space, safe_join, write_json
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.head_folder import check_tensors
 
 CONFIG = "config.json"
@@ -97,7 +97,7 @@ class PublishedCheckpoint:
         """Return the error for a checkpoint that does not fit the base; ``what`` follows the checkpoint's name."""
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
-    def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
+    def require_base_tensor(self, base: BaseParts, name: str, expected: Tensor) -> None:
         """Reject a file with a tensor ``name`` that differs from the base's ``expected`` beyond bfloat16 rounding."""
         stored = self.tensors.get(name)
         if stored is not None and (
@@ -105,7 +105,7 @@ class PublishedCheckpoint:
         ):
             raise self.wrong_base(f"has a {name} that is not {base.name}'s, but drafthead's heads use the base's")
 
-    def require_scale(self, base: BaseModel) -> None:
+    def require_scale(self, base: BaseParts) -> None:
         """Reject a file with a ``logit_scale`` that differs from the base's; a file without one is accepted."""
         expected = base.lm_head.scale
         if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):

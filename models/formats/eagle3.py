@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
 from drafthead.models.formats.llama_layer import (
@@ -164,7 +164,7 @@ class Eagle3Format(Format):
             notes.append(f"its config.json names no number of drafts; {default} are assumed (or set config.num_tokens)")
         return checkpoint.updated(*notes, config=config)
 
-    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
         """Build the head; a layer that rotates without scaling, and not as the base, keeps its own theta."""
         theta, scaling = layer_rotation(checkpoint.config)
         expected = layer_config(base)

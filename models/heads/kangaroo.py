@@ -121,9 +121,9 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     hidden = first.verify(nodes, shape, cache.first_layers(first.num_layers)).final
     partial = PartialForward(layers=first.num_layers, hidden=hidden)
     continued = base.verify(nodes, shape, cache, partial_forward=partial).final
-    if (error := relative_error(base, continued, whole)) > tolerance(base):
+    if (error := relative_error(base.rounding_dtype, continued, whole)) > tolerance(base.rounding_dtype):
         raise UserError(
-            f"the layers of {base.model.config.model_type} after the first {first.num_layers} give another result when "
+            f"the layers of {base.model_config.model_type} after the first {first.num_layers} give another result when "
             f"the first ones run separately (by {error:.1%} of the largest state); choose another head than kangaroo"
         )
     PASSED.add(check_key(base, check))
@@ -151,6 +151,7 @@ class KangarooHead(DraftHead):
     """The adapter: one attention layer over the output of the base's layer ``exit_layer``."""
 
     config: KangarooConfig
+    base: BaseModel
 
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

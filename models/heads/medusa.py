@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.kernels.linear import inference_copy, joined_linear
@@ -97,7 +97,7 @@ class MedusaHead(DraftHead):
     session_class = HeadSession
     reads_drafts = False
 
-    def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: MedusaConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.blocks = nn.ModuleList(
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)

@@ -94,6 +94,7 @@ class Medusa2Head(MedusaHead):
     """Medusa heads whose base can be trained too."""
 
     config: Medusa2Config
+    base: BaseModel
 
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

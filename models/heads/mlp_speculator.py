@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.kernels.linear import reads_in
@@ -184,7 +184,7 @@ class MLPSpeculatorHead(DraftHead):
     config: MLPSpeculatorConfig
     session_class = HeadSession
 
-    def __init__(self, config: MLPSpeculatorConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: MLPSpeculatorConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         width, stages = config.inner_dim or base.hidden_size, 1 if config.tie_weights else config.num_draft_tokens
 

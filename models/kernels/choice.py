@@ -63,8 +63,8 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
             if not _restore(table, path):
                 _measure(table, module, run)
                 kernels = {str(n): kernel.value for n, kernel in table.by_rows.items()}
-                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == table.drafts_in), None)
-                choice = {**kernels, "bfloat16_reads": table.bfloat16_reads, "drafts_in": drafts_in}
+                draft_dtype = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == table.draft_dtype), None)
+                choice = {**kernels, "bfloat16_reads": table.bfloat16_reads, "drafts_in": draft_dtype}
                 write_checksummed_json(path, choice)
     except OSError:  # the cache folder cannot be written
         _measure(table, module, run)
@@ -79,8 +79,8 @@ def _restore(table: KernelTable, path: Path) -> bool:
     """Fill ``table`` with the stored choice and return True; return False if its file is missing or damaged."""
     try:
         stored = read_checksummed_json(path)
-        kernels, drafts_in = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
-        table.drafts_in = None if drafts_in is None else DRAFT_DTYPES[drafts_in]
+        kernels, draft_dtype = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
+        table.draft_dtype = None if draft_dtype is None else DRAFT_DTYPES[draft_dtype]
         table.by_rows, table.bfloat16_reads = kernels, bool(stored["bfloat16_reads"])
     except (OSError, UserError, KeyError, ValueError, TypeError):
         return False
@@ -117,7 +117,7 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
     table.by_rows = {rows: fastest(rows) for rows in MEASURED_ROWS}
     table.bfloat16_reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
     # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
-    table.drafts_in = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
+    table.draft_dtype = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
 
 
 def _fastest(

@@ -80,11 +80,11 @@ class KernelTable:
         self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
         self.bfloat16_reads = False  # products for hidden states to train on, which need not be exact
         # Copies of a head's weights for drafting (`head.draft_dtype=auto`); None: their own.
-        self.drafts_in: torch.dtype | None = None
+        self.draft_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
-        drafts = f"; {str(self.drafts_in)[6:]} copies of heads to draft with" if self.drafts_in else ""
+        drafts = f"; {str(self.draft_dtype)[6:]} copies of heads to draft with" if self.draft_dtype else ""
         runs, first = [], 1
         for kernel, group in groupby(self.by_rows, key=self.by_rows.__getitem__):
             last = max(group)

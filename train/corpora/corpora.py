@@ -37,16 +37,11 @@ from drafthead.train.corpora.states import ComputedStates
 ALONE = ProcessGroup()
 LONGEST_TEXT = 8192
 """Longer texts are cut into documents, because a base reads a document in one pass. Longer rows raise this limit."""
-FEWEST_SUITE_PROMPTS = 8
-"""Smallest number of the user's prompts, held out from training, on which a run chooses its tree and is measured."""
-SUITE_GROUPS = 18
-"""Number of groups of ``HELD_OUT_EVERY`` conversations from which such prompts are taken, four from each group."""
-COMPARED = 64, 2000
-"""Largest numbers of held-out and of trained answers that are compared with each other."""
-HELD_OUT_MOST = 512
-"""Largest number of held-out conversations; more would cost memory and time without measuring better."""
-_CHARACTERS_PER_TOKEN = 6
-"""Characters to read per token of text: more than most texts have, so that there is enough text."""
+FEWEST_SUITE_PROMPTS = 8  # held-out prompts of the user, on which a run chooses its tree and is measured
+SUITE_GROUPS = 18  # groups of ``HELD_OUT_EVERY`` conversations, each with four such prompts
+COMPARED = 64, 2000  # largest numbers of held-out and of trained answers that are compared with each other
+HELD_OUT_MOST = 512  # conversations; more would cost memory and time without measuring better
+_CHARACTERS_PER_TOKEN = 6  # more than most texts have, so that enough text is read
 
 
 @dataclass(eq=False)
@@ -224,16 +219,14 @@ class Corpora:
         """
         if not self.holds_suite:
             return []
-        answers = sorted(self.answers().read(with_hidden_states=False), key=lambda answer: answer.prompt_number)
         prompts = {
             answer.prompt_number % TURN_STRIDE: answer.input_ids[: answer.boundary].tolist()
-            for answer in answers
+            for answer in self.answers().read(with_hidden_states=False)
             if is_suite_prompt(answer.prompt_number)
         }
         return list(prompts.values()) if len(prompts) >= FEWEST_SUITE_PROMPTS else []
 
     def is_left_out(self, prompt_number: int) -> bool:
-        """Return True if the answer to prompt ``prompt_number`` is not trained on."""
         return is_held_out(prompt_number) or self.measures(prompt_number)
 
     def measures(self, prompt_number: int) -> bool:

@@ -15,8 +15,7 @@ FOLDERS = {
     f"embedded:{name}": Path(__file__).parents[2] / "data" / "embedded" / f"{name}_answers"
     for name in ("smollm2", "smollm2_large")
 }
-COMPARED = 4
-"""Largest number of greedy answers that the base must repeat."""
+COMPARED = 4  # largest number of greedy answers that the base must repeat
 MIN_MATCH_RATE = 0.98
 """Smallest share of the tokens of ``COMPARED`` greedy answers that the base must choose too. It is below 1, because
 another CPU may choose differently if two tokens have nearly equal logits."""

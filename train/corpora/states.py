@@ -17,8 +17,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.system.display import Display
 
-PASS_TOKENS = 2048
-"""Largest number of tokens in a pass of several documents."""
+PASS_TOKENS = 2048  # largest number of tokens in a pass of several documents
 
 
 @dataclass(eq=False)

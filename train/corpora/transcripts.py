@@ -28,20 +28,16 @@ from drafthead.train.corpora.answers import TURN_STRIDE, resembles_suites
 from drafthead.train.corpora.built_in import agreement
 from drafthead.train.corpora.corpus_config import DataConfig
 
-AGREEMENT = "agreement.json"
-"""File that is written last. A folder with this file holds a complete corpus."""
-COMPARED = 32
-"""Largest number of assistant turns whose tokens are compared with the base's choices."""
+AGREEMENT = "agreement.json"  # written last: a folder with this file holds a complete corpus
+COMPARED = 32  # largest number of assistant turns whose tokens are compared with the base's choices
 LOW_AGREEMENT = 0.5
-PER_SHARD = 1000
-"""Number of conversations per shard."""
+PER_SHARD = 1000  # conversations
 
 
 def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
     """Return the folder for the corpus of ``config.transcripts``, and create it with its manifest if it is new.
 
-    Other settings or changed local files give another folder. ``longest`` is the largest number of tokens of a
-    transcript (None: no limit).
+    Other settings or changed local files give another folder. Transcripts are cut to ``longest`` tokens (None: never).
     """
     files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
     manifest = {
@@ -60,10 +56,7 @@ def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None)
 
 
 def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest: int | None, display: Display) -> None:
-    """Encode the transcripts into ``folder``, unless that is done already, and log their agreement with the base.
-
-    Transcripts are cut at the end to ``longest`` tokens (None: never).
-    """
+    """Encode the transcripts into ``folder``, unless that is done already, and log their agreement with the base."""
     if not (folder / AGREEMENT).exists():
         for path in folder.glob("shard-*"):  # of an interrupted run
             path.unlink()
@@ -99,7 +92,6 @@ def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest
 
 
 def agreement_line(measured: dict[str, Any]) -> str:
-    """Return a line about the agreement of transcripts with the base, from the contents of ``agreement.json``."""
     return (
         f"agreement with the base: {100 * measured['greedy']:.1f} % of the transcripts' tokens are its greedy choice, "
         f"and their mean probability is {measured['probability']:.2f} ({measured['tokens']:,} tokens of "
@@ -112,7 +104,7 @@ def _conversations(
 ) -> Iterator[list[Answered]]:
     """Yield each transcript's encoded assistant turns; leave out duplicates and near-copies of evaluation prompts.
 
-    Faults and omissions are added to ``findings``. Transcripts are cut to ``longest`` tokens (None: never).
+    Faults and omissions are added to ``findings``.
     """
     encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
     seen: set[str] = set()

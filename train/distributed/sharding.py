@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.settings.schema import require, settings
 from drafthead.system.devices import can_pin, collective_backend
@@ -94,7 +95,7 @@ class Sharding:
         """True if the base's layers are sharded. A process can then run the base only together with all others."""
         return self.config.mode == "full"
 
-    def precision(self, base: BaseModel) -> torch.dtype:
+    def precision(self, base: BaseParts) -> torch.dtype:
         """Return the dtype in which the head computes. ``auto`` is bfloat16 if ``base`` runs faster in it on a CPU."""
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
@@ -130,12 +131,12 @@ class Sharding:
         # Without sharding, ``fully_shard`` still keeps float32 weights for a bfloat16 computation.
         if self.config.mode == "none" and precision == torch.float32:
             return
-        decoders = [head.base.model.model, *head.tuned_decoders()]
+        decoders = [head.base_model.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         for decoder in decoders if self.shards_base else ():
             if not isinstance(decoder, fsdp.FSDPModule):
                 self.shard_layers(decoder, head.parameters())
-                drop_views(head.base)
+                drop_views(head.base_model)
         _shard_head(head, self._mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:

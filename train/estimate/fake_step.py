@@ -164,7 +164,7 @@ def _make_gradients(head: nn.Module) -> None:
 
 def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
     """Yield one full micro-batch: random tokens, of which the last ``share`` is trained, and their hidden states."""
-    base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
+    base, shape = head.base_model, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),
         position_ids=torch.arange(phase.seq_len, device="cpu").expand(shape),

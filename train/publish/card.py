@@ -225,7 +225,7 @@ def contents(run: RunConfig) -> str:
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
     """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown."""
     sampler, data = run.data.answers.sampler, run.data
-    revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"
+    revision = run.base.revision or getattr(head.base.model_config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
     is_full = len(head.d2t) == head.vocab_size
     rows = [

@@ -20,8 +20,7 @@ from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora
 
 Batch = tuple[TrainBatch, HiddenStates]
-MAX_UNSEEN_ROWS = 64
-"""Largest number of text rows on which a trained base is measured."""
+MAX_UNSEEN_ROWS = 64  # text rows on which a trained base is measured
 
 
 class PhaseData:
@@ -46,9 +45,7 @@ class PhaseData:
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the reading thread since the trainer last set this to 0."""
         self.subset = np.arange(0 if isinstance(rows, StreamedRows) else len(rows)) if subset is None else subset
-        self._epoch = -1
-        self._order = self.subset
-        """Row numbers in the order of the epoch ``_epoch``."""
+        self._epoch, self._order = -1, self.subset  # row numbers in the order of the epoch
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
@@ -172,7 +169,7 @@ def open_held_out(
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> PackedRows | None:
     """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text.
 
-    Phases that train only the head may have trained on these rows. ``phases`` are the run's phases by name.
+    Phases that train only the head may have trained on these rows.
     """
     text_phases = [p for p in phases.values() if p.corpus == "text"]
     base_phases = [p for p in text_phases if p.train_base]
@@ -184,8 +181,5 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> PackedRo
 
 
 def _rows_left_out(rows: PackedRows) -> int:
-    """Return how many of the last text rows ``train_base`` phases leave out.
-
-    It is a tenth of ``rows``, but at least 1 and at most ``MAX_UNSEEN_ROWS``.
-    """
+    """Return how many of the last text rows ``train_base`` phases leave out: a tenth, within limits."""
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.dspark import CONFIDENCE, W1, W2, BlockFormat, DSparkFormat, unsupported_markov
 from drafthead.models.formats.format import Engine, Unsupported
 from drafthead.models.formats.gguf.eagle3_gguf import LLAMACPP
@@ -92,5 +92,5 @@ class DSparkGgufFormat(GgufLayout, BlockFormat):
             config["markov_rank"] = tensors[W2].shape[1]
         return config | {key: keys[key] for key in ["logit_scale"] if key in keys}
 
-    def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
+    def add_vocabulary(self, file: GgufFile, base: BaseParts) -> None:
         add_tokenizer(file.writer, base)

@@ -23,6 +23,7 @@ from drafthead.errors import UserError
 from drafthead.files.local import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import checked_reader, llama3_factors
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
 from drafthead.models.formats.llama_layer import layer_config
@@ -215,7 +216,7 @@ class GgufLayout(Format):
         ``keys``: the GGUF file's metadata; ``tensors``: its tensors by published name.
         """
 
-    def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
+    def add_vocabulary(self, file: GgufFile, base: BaseParts) -> None:
         """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
         file.writer.add_tokenizer_model("no_vocab")
 
@@ -233,11 +234,11 @@ class GgufLayout(Format):
 
     def unsupported(self, head: Any) -> Unsupported:
         yield from super().unsupported(head)
-        if (kind := head.base.model.config.model_type) not in RECORDED:
+        if (kind := head.base.model_config.model_type) not in RECORDED:
             what = f"llama.cpp's graph of {kind} does not keep the inputs of layers, and aborts"
             yield what, f"another base: one of type {', '.join(RECORDED)}"
 
-    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseParts) -> None:
         config, tensors = checkpoint.config, checkpoint.tensors
         folder.mkdir(parents=True, exist_ok=True)
         require_space(folder, 4 * sum(t.numel() for t in tensors.values()), "the export")
@@ -286,7 +287,7 @@ class GgufLayout(Format):
             config["draft_vocab_size"] = len(stored["d2t"])
         return PublishedCheckpoint(config | self.config_of(keys, tensors), tensors, source=str(path))
 
-    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
         # A file stores only the tensor computed from the rotary scaling, so the scaling is taken from the base.
         scaling = head_rope(base) if checkpoint.config[SCALED] else {}
         return super().attach(checkpoint.updated(config={**checkpoint.config, "rope_scaling": scaling}), base)
@@ -295,12 +296,12 @@ class GgufLayout(Format):
 # Base -----------------------------------------------------------------------------------------------------------------
 
 
-def check_base(base: BaseModel, kind: str) -> None:
+def check_base(base: BaseParts, kind: str) -> None:
     """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write."""
     if kind not in KINDS:
         hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
         raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
-    if (model_type := base.model.config.model_type) not in ARCHITECTURES:
+    if (model_type := base.model_config.model_type) not in ARCHITECTURES:
         raise UserError(f"drafthead cannot write a base of type {model_type} as GGUF; use {CONVERTER}")
     split_name(base.tokenizer)
 
@@ -311,7 +312,7 @@ def write_base(base: BaseModel, path: Path, kind: str) -> None:
     In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
     """
     check_base(base, kind)
-    settings = base.model.config
+    settings = base.model_config
     architecture = ARCHITECTURES[settings.model_type]
     rope = dict(settings.rope_parameters)
     config = layer_config(base) | {"num_hidden_layers": base.num_layers}
@@ -353,7 +354,7 @@ def split_name(tokenizer: Any) -> str:
     raise UserError(f"the tokenizer splits words in a way that llama.cpp is not known to support; use {CONVERTER}")
 
 
-def add_tokenizer(writer: Any, base: BaseModel) -> None:
+def add_tokenizer(writer: Any, base: BaseParts) -> None:
     """Write the base's tokenizer: vocabulary, token types, merges, special tokens and chat template."""
     tokenizer, types = base.tokenizer, gguf.TokenType
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
@@ -371,7 +372,7 @@ def add_tokenizer(writer: Any, base: BaseModel) -> None:
     writer.add_token_types([kind for _, kind in rows])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        base.model.config.save_pretrained(folder)
+        base.model_config.save_pretrained(folder)
         special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=base.vocab_size)
     if template := tokenizer.chat_template:
         special.chat_template = template

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.data.batch import TrainBatch
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
@@ -65,7 +65,7 @@ class HeadAttention(nn.Module):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: BaseParts,
         input_width: int | None = None,
         qk_norm: bool = False,
         layer_idx: int = 0,
@@ -84,12 +84,12 @@ class HeadAttention(nn.Module):
             UserError: the base has no rotary embedding.
         """
         super().__init__()
-        if getattr(base.model.model, "rotary_emb", None) is None:
+        if base.rotary is None:
             raise UserError(
-                f"{base.model.config.model_type} has no rotary embedding, which a head's attention takes from its "
+                f"{base.model_config.model_type} has no rotary embedding, which a head's attention takes from its "
                 "base; choose a head without attention (medusa, hydra, mlp_speculator)"
             )
-        heads, (kv_heads, head_dim) = base.model.config.num_attention_heads, attention_sizes(base.model.config)
+        heads, (kv_heads, head_dim) = base.model_config.num_attention_heads, attention_sizes(base.model_config)
         rotary = _rotary(base, heads, head_dim, rope_theta)
         width = input_width or base.hidden_size
         self.kv_heads, self.grouped = kv_heads, heads != kv_heads
@@ -170,7 +170,7 @@ class HeadRMSNorm(nn.RMSNorm):
 
     eps: float
 
-    def __init__(self, base: BaseModel, width: int | None = None) -> None:
+    def __init__(self, base: BaseParts, width: int | None = None) -> None:
         """Create a norm of ``width`` (None: the base's) with the base's epsilon."""
         super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
@@ -184,14 +184,14 @@ class HeadMLP(nn.Module):
 
     act_fn = staticmethod(F.silu)
 
-    def __init__(self, base: BaseModel, inner: int | None = None) -> None:
+    def __init__(self, base: BaseParts, inner: int | None = None) -> None:
         """Create an MLP of inner width ``inner``.
 
         None: the smallest inner width of the base's layers, or four times the hidden size if there is none.
         """
         super().__init__()
         width, device = base.hidden_size, base.device
-        inner = inner or smallest(base.model.config, "intermediate_size") or 4 * width
+        inner = inner or smallest(base.model_config, "intermediate_size") or 4 * width
         self.gate_proj = nn.Linear(width, inner, bias=False, device=device)
         self.up_proj = nn.Linear(width, inner, bias=False, device=device)
         self.down_proj = nn.Linear(inner, width, bias=False, device=device)
@@ -206,10 +206,10 @@ class HeadMLP(nn.Module):
         return FusedMLP(self, dtype)
 
 
-def _rotary(base: BaseModel, heads: int, head_dim: int, theta: float | None) -> nn.Module:
+def _rotary(base: BaseParts, heads: int, head_dim: int, theta: float | None) -> nn.Module:
     """Return the base's rotary embedding if it rotates like Llama's, else a new one, as always with a ``theta``."""
     if theta is None and rotates_like_llama(base, head_dim):
-        stock: nn.Module = base.model.model.rotary_emb
+        stock: nn.Module = base.rotary
         return stock
     settings = LlamaConfig(
         hidden_size=base.hidden_size,
@@ -223,7 +223,7 @@ def _rotary(base: BaseModel, heads: int, head_dim: int, theta: float | None) -> 
     return rotary
 
 
-def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
+def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
     """Return True if the base's rotary embedding rotates like Llama's.
 
     Other models rotate only some channels, pair neighbouring channels, return complex numbers, or rotate differently in
@@ -232,7 +232,7 @@ def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
     try:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
         position = torch.ones(1, 1, dtype=torch.int64, device=base.device)
-        cos_sin = base.model.model.rotary_emb(probe, position_ids=position)
+        cos_sin = base.rotary(probe, position_ids=position)
         if isinstance(cos_sin, Tensor) or not all(values.shape == (1, 1, head_dim) for values in cos_sin):
             return False
         # Llama pairs channel i with i + E / 2, so both halves have the same angles.
@@ -241,12 +241,12 @@ def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
         return False
 
 
-def head_rope(base: BaseModel) -> dict[str, Any]:
+def head_rope(base: BaseParts) -> dict[str, Any]:
     """Return ``rope_parameters`` for a head's layers: the base's if the base rotates like Llama, else only its theta.
 
     If the base's layers have different thetas, that of the layers with full attention is taken.
     """
-    config = base.model.config
+    config = base.model_config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):
         return ropes
@@ -262,7 +262,7 @@ class HeadDecoderLayer(nn.Module):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: BaseParts,
         inner: int | None = None,
         qk_norm: bool = False,
         layer_idx: int = 0,
@@ -442,14 +442,14 @@ def attend_block(
     return out.flatten(0, 1)
 
 
-def norm_scale(base: BaseModel) -> Tensor:
+def norm_scale(base: BaseParts) -> Tensor:
     """Return the scale [D] of the base's final norm: its output for a vector of ones. (Gemma stores scale - 1.)"""
-    scale: Tensor = base.model.model.norm(torch.ones_like(base.embedding[0])).float()
+    scale: Tensor = base.final_norm(torch.ones_like(base.embedding[0])).float()
     return scale
 
 
 @torch.no_grad()
-def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: int, is_final: bool) -> None:
+def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseParts, deepest: int, is_final: bool) -> None:
     """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
 
     ``deepest`` is the index, from 0, of the state to select. A final state of the base (``is_final``) has already
@@ -461,6 +461,6 @@ def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: in
     norm.weight.copy_(scale.square().mean().sqrt() if is_final else scale)
 
 
-def norm_eps(base: BaseModel) -> float:
+def norm_eps(base: BaseParts) -> float:
     """Return the epsilon of the base's norms: ``rms_norm_eps`` of its config, else 1e-6."""
-    return float(getattr(base.model.config, "rms_norm_eps", None) or 1e-6)
+    return float(getattr(base.model_config, "rms_norm_eps", None) or 1e-6)

@@ -32,6 +32,7 @@ from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
@@ -85,16 +86,26 @@ class DraftHeadConfig:
         """True if an untrained head starts from copies of the base's layers."""
         return False
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
-        """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
+    def build(self, base: BaseParts, d2t: Tensor | None = None, start: bool = True) -> "DraftHead":
+        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings.
 
         ``d2t`` ([W] int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary.
+        ``start`` false: the base's layers are not copied, because the caller loads trained weights.
         """
+        copies = start and self.starts_from_layers
+        if (self.needs_layers or copies) and not isinstance(base, BaseModel):
+            what = "starts as a copy of" if copies else "runs"
+            raise UserError(
+                f"a head of type {self.head_type} {what} layers of its base, but {base.name} was loaded without them; "
+                "load the whole base with load_base"
+            )
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
         built = head(self, base, d2t)
         built.check_defined()
+        if copies:
+            built.copy_base_layers()
         return built
 
     @property
@@ -122,17 +133,17 @@ class DraftHeadConfig:
         """Type of the head: the name of its module under ``models/heads/``, such as ``medusa``."""
         return type(self).__module__.rpartition(".")[2]
 
-    def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
+    def inference_dtype(self, base: BaseParts) -> torch.dtype | None:
         """Return the dtype of the weights' copies for drafting with ``base``; None: that of the trained weights."""
         if self.draft_dtype == "auto":
-            return None if base.kernels is None else base.kernels.drafts_in
+            return None if base.kernels is None else base.kernels.draft_dtype
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
 
     def drafted_ids(self, vocab_size: int) -> int:
         """Return the size W of the draft vocabulary for a base whose vocabulary has ``vocab_size`` ids."""
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
-    def without_weights(self, base: BaseModel) -> "DraftHead":
+    def without_weights(self, base: BaseParts) -> "DraftHead":
         """Return the head on torch's meta device, to count its parameters; ``base`` comes from ``meta_base``."""
         d2t = None if self.draft_vocab_size is None else torch.arange(self.drafted_ids(base.vocab_size))
         with torch.device("meta"):
@@ -157,6 +168,7 @@ class DraftHead(nn.Module, Drafter):
     """
 
     config: DraftHeadConfig
+    base: BaseParts
     vocab_size: int
     session_class: ClassVar[type[Any]]
     """The class that ``open`` creates with the head and the number of rows, usually ``HeadSession``. A head that
@@ -173,7 +185,7 @@ class DraftHead(nn.Module, Drafter):
     low_rank_name = "induction_out"
     """Name that the layer ``low_rank`` has in saved heads."""
 
-    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: DraftHeadConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__()
         self.config = config
         self.base = base
@@ -192,6 +204,13 @@ class DraftHead(nn.Module, Drafter):
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
         self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
         self._add_parts()
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The base with its layers; refuse a head that is attached to parts of it."""
+        if not isinstance(self.base, BaseModel):
+            raise UserError(f"{self.base.name} was loaded without layers; load the head with the base of load_base")
+        return self.base
 
     def check_defined(self) -> None:
         """Raise a ``UserError`` that names what a subclass must define and has not."""
@@ -340,6 +359,10 @@ class DraftHead(nn.Module, Drafter):
     def anchor_limit(self) -> int | None:
         """Largest number of anchors that a training step uses, drawn at random; None: all."""
         return None
+
+    def copy_base_layers(self) -> None:
+        """Start an untrained head from the base's layers. Only heads with ``starts_from_layers`` define it."""
+        raise NotImplementedError
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:

@@ -23,7 +23,7 @@ from drafthead.files.local import (
     write_atomic,
     write_json,
 )
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
@@ -242,7 +242,7 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
         raise UserError(f"{name} must have different ids, but {repeated} of {len(ids)} are repeated{remedy}")
 
 
-def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
+def check_base(folder: Path, trained: dict[str, Any], base: BaseParts) -> None:
     """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
@@ -259,7 +259,7 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
 
 
 def _described(identity: dict[str, Any]) -> str:
-    """Return a base's name and adapter, as messages show them, from its ``BaseModel.identity``."""
+    """Return a base's name and adapter, as messages show them, from its ``BaseParts.identity``."""
     recipe = identity.get("recipe")
     adapter = recipe.get("adapter") if isinstance(recipe, dict) else None
     return f"{identity.get('name')} {f'with the adapter {adapter}' if adapter else 'without an adapter'}"

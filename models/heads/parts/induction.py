@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import SessionPart, last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.system.devices import on_device
@@ -46,7 +46,7 @@ class InductionHead(nn.Module):
     A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight.
     """
 
-    def __init__(self, base: BaseModel, rank: int) -> None:
+    def __init__(self, base: BaseParts, rank: int) -> None:
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
 
@@ -64,7 +64,7 @@ class TiedMarkov(nn.Linear):
     Drafting uses the table [V, r] of all tokens, computed once.
     """
 
-    def __init__(self, base: BaseModel, rank: int) -> None:
+    def __init__(self, base: BaseParts, rank: int) -> None:
         super().__init__(base.hidden_size, rank, bias=False, device=base.device)
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
 

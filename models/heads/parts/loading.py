@@ -11,6 +11,7 @@ import torch
 from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, SWITCHES, BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.text_model import LOAD_ERRORS, build, parameter_limit
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import (
@@ -40,9 +41,18 @@ def load_base(name: str, device: torch.device | str | None = None, **settings: A
     return BaseModel.load(BaseConfig(name=name, **settings), device)
 
 
+def load_parts(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseParts:
+    """Load a frozen base without its layers, to attach heads to that get hidden states from elsewhere.
+
+    Only embedding, final norm and output head are read, and a few rows of each layer, which identify the base. The
+    arguments are those of ``load_base``.
+    """
+    return BaseParts.of_checkpoint(BaseConfig(name=name, **settings), device)
+
+
 def load_head(
     name: str | Path,
-    base: BaseModel | None = None,
+    base: BaseParts | None = None,
     revision: str | None = None,
     device: torch.device | str | None = None,
 ) -> DraftHead:
@@ -50,7 +60,7 @@ def load_head(
 
     Args:
         name: folder or repository.
-        base: base to attach the head to; None loads the base that the head names.
+        base: base, or parts of it, to attach the head to; None loads the base that the head names.
         revision: branch, tag or commit of the repository (None: its newest commit); a folder ignores it.
         device: device to load the base onto if ``base`` is None; None is the machine's accelerator, else the CPU.
     """
@@ -104,7 +114,7 @@ def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
     return config
 
 
-def _attached(folder: Path, base: BaseModel) -> DraftHead:
+def _attached(folder: Path, base: BaseParts) -> DraftHead:
     """Return the head in a folder, attached to ``base``, in evaluation mode.
 
     Raises:
@@ -118,9 +128,9 @@ def _attached(folder: Path, base: BaseModel) -> DraftHead:
         settings = parse_head({**config["settings"], "head_type": config["head_type"]})
     except UserError as error:
         raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
-    bare = meta_base(base.model.config)
+    bare = meta_base(base.model_config)
     check_parameters(folder, lambda: settings.without_weights(bare).num_parameters(), weights)
-    head = settings.build(base, d2t)
+    head = settings.build(base, d2t, start=False)
     try:
         missing, unexpected = head.load_state_dict(weights, strict=False)
     except RuntimeError as error:

@@ -361,7 +361,7 @@ def heads_loss(
         labels.target_lm_head is None or labels.target_hidden is None
     ):
         raise ValueError("the loss needs the base's distribution: give Labels target_hidden and target_lm_head")
-    heads = [head.at_most(hidden.dtype) for head in heads]
+    heads = [head.cast_frozen(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [w if torch.is_grad_enabled() else w.detach() for head in heads for w in head.trained]
     position_weights = config.weights_of(len(hidden)) if position_weights is None else position_weights

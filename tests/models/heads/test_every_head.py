@@ -293,7 +293,7 @@ def test_the_default_draft_dtype_is_the_one_measured_to_be_faster(tiny_base: Tin
     assert config.draft_dtype == "auto" and config.inference_dtype(base) is None
     base.kernels = KernelTable()
     assert config.inference_dtype(base) is None
-    base.kernels.drafts_in = torch.int8
+    base.kernels.draft_dtype = torch.int8
     assert config.inference_dtype(base) == torch.int8
     assert replace(config, draft_dtype=None).inference_dtype(base) is None
 
