@@ -35,9 +35,9 @@ Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 """Runs a layer in drafting. Maps inputs [B, T, I] (I: input width), positions [B, T], an additive mask (None: every
 query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
 Mask = Tensor | PackedMask | None
-
-
-Module, Inputs, Output = TypeVar("Module", bound=nn.Module), TypeVarTuple("Inputs"), TypeVar("Output")
+Module = TypeVar("Module", bound=nn.Module)
+Output = TypeVar("Output")
+Inputs = TypeVarTuple("Inputs")
 
 
 def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module, *Inputs], Output]:

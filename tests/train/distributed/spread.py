@@ -241,7 +241,7 @@ FAMILIES = {
     "gemma3_text": {"tie_word_embeddings": True},
     "gpt_neox": {},
     "olmo": {},  # its norms have no weights
-    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},  # stacked when read
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},  # stacked when read
 }
 
 
