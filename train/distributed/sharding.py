@@ -200,9 +200,8 @@ def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[d
     All processes must call this. The results are on the CPU of the main process, and empty on the others.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    weights: dict[str, Any]
-    state: dict[str, Any]
-    weights, state = get_state_dict(head, optimizers, options=options)  # type: ignore[assignment]
+    states: Any = get_state_dict(head, optimizers, options=options)
+    weights, state = states
     return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
