@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -164,6 +163,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling
     fits = device.type == "cuda" and query.itemsize == 2 and query.shape[0::2] == value.shape[0::2]
     if not fits or device in _no_varlen:
         return None
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and only for CUDA
+
     window = -1 if mask.window is None else mask.window - 1
     sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
     grouped = query.shape[1] != key.shape[1]
