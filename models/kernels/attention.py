@@ -146,10 +146,10 @@ def packed_attention(
     if out is None:
         outputs = [] if mask.spans() else [query]
         for span in mask.spans():
-            q, k, v = query[span.queries], key[span.keys], value[span.keys]
+            parts = query[span.queries], key[span.keys], value[span.keys]
+            q, k, v = (states.transpose(0, 1)[None] for states in parts)
             seen = None if span.causal else span.seen[None, None]
-            states = (x.transpose(0, 1)[None] for x in (q, k, v))
-            outputs.append(_attend(*states, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+            outputs.append(_attend(q, k, v, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
         out = torch.cat(outputs)
     return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 
@@ -169,9 +169,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling
     sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
     grouped = query.shape[1] != key.shape[1]
     try:
-        options = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
-        out: Tensor = varlen_attn(query, key, value, *sizes, **options)
-        return out
+        options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
+        out = varlen_attn(query, key, value, *sizes, **options)
+        return out if isinstance(out, Tensor) else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
