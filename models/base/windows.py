@@ -39,8 +39,7 @@ class Window:
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
 
-        Keys after the query are not excluded; the caller masks them. For size 3, the query at 7 then sees 5, 6, 7;
-        chunked, it sees 6, 7.
+        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
         """
         # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:
@@ -61,7 +60,7 @@ class Windows:
 
     @property
     def smallest(self) -> int:
-        """Size of the smallest window. Contexts up to this length are not affected by any window."""
+        """Longest context that no window affects."""
         return min(window.size for window in self.by_kind.values() if window is not None)
 
     def masks(
@@ -102,7 +101,7 @@ class Windows:
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """Return the windows shorter than ``context`` positions; None if there are none. Refuse sizes below 2."""
+    """Return the windows that matter within ``context`` positions, or None."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]

@@ -69,9 +69,9 @@ class ShardConfig:
 
 
 def _return_freed_memory() -> None:
-    """Let glibc return freed blocks from 1 MB on at once. Its heap would keep the memory of every gathered layer."""
+    """Let glibc return freed blocks from 8 MB on at once. Its heap would keep the memory of every gathered layer."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**23)
 
 
 def checkpoint_activations(head: nn.Module) -> None:

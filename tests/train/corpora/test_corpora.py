@@ -118,7 +118,7 @@ def test_final_states_of_decoding_are_those_of_the_base(
 @pytest.mark.parametrize("corpus", ["text", "answers"])
 def test_the_loss_of_stored_states_is_that_of_computed_ones(tiny_base: TinyBase, tmp_path: Path, corpus: Any) -> None:
     """In rows of whole documents. A stored state of a later piece of a document has read the pieces before it."""
-    base, phase = tiny_base(), PhaseConfig(corpus=corpus, seq_len=512)
+    base, phase = tiny_base(), PhaseConfig(corpus=corpus, seq_len=300)
     made, _ = make(base, tmp_path)
     head = randomised(Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=(0, 1, 2)).build(base), 0.02)
     data = open_phase(made, phase, head.spec)
