@@ -109,8 +109,8 @@ class LayerShape(ABC):
 
     @staticmethod
     @abstractmethod
-    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device) -> Layers:
-        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions."""
+    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]) -> Layers:
+        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions; ``zeros`` makes memory."""
 
     def trimmed(self, sliding: "Sliding") -> "LayerShape":
         """Return the shape of a layer that keeps only the latest positions, or self for other kinds."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -147,10 +146,10 @@ def packed_attention(
     if out is None:
         outputs = [] if mask.spans() else [query]
         for span in mask.spans():
-            q, k, v = query[span.queries], key[span.keys], value[span.keys]
+            parts = query[span.queries], key[span.keys], value[span.keys]
+            q, k, v = (states.transpose(0, 1)[None] for states in parts)
             seen = None if span.causal else span.seen[None, None]
-            states = (x.transpose(0, 1)[None] for x in (q, k, v))
-            outputs.append(_attend(*states, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+            outputs.append(_attend(q, k, v, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
         out = torch.cat(outputs)
     return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 
@@ -164,13 +163,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling
     fits = device.type == "cuda" and query.itemsize == 2 and query.shape[0::2] == value.shape[0::2]
     if not fits or device in _no_varlen:
         return None
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and only for CUDA
+
     window = -1 if mask.window is None else mask.window - 1
     sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
     grouped = query.shape[1] != key.shape[1]
     try:
-        options = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
-        out: Tensor = varlen_attn(query, key, value, *sizes, **options)
-        return out
+        options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
+        out = varlen_attn(query, key, value, *sizes, **options)
+        return out if isinstance(out, Tensor) else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
