@@ -24,7 +24,7 @@ def fitted(
     head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
 ) -> Head:
     """Train ``head`` on one batch until it repeats it; ``base_hidden`` are by default the base's hidden states."""
-    base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
+    base_hidden = base_hidden or head.base_model.hidden_states(batch, head.spec)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
     head.train()
     for _ in range(steps):
@@ -43,7 +43,7 @@ def check_drafts(head: DraftHead) -> dict[str, Any]:
             equal answers and the causes of differences, from ``equality_rate``.
         "accepted": the share of drafts that were accepted.
     """
-    base, text = head.base, list(range(10, 19))
+    base, text = head.base_model, list(range(10, 19))
     text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
     fitted(head, TrainBatch.of([text]), steps=40, lr=0.01)
     prompts = [text[:9], text[:20], text[:50]]  # continued by what the head was fitted to, so that it drafts well

@@ -31,10 +31,7 @@ KEEP_BASE = ("gaussian", "orthogonal", "eva")
 
 
 def digest_of(original: str, folder: Path) -> str:
-    """Return the digest of the adapter in ``folder``, 16 hex digits, and the second half of ``original``.
-
-    ``original`` is the fingerprint of the adapter's base.
-    """
+    """Return the adapter's digest, 16 hex digits, and the second half of its base's fingerprint, ``original``."""
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
@@ -102,7 +99,7 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
 
 
 def _unsupported(config: Any) -> str | None:
-    """Return the setting of an adapter's config that is not supported, as text; None if all are."""
+    """Return the first setting of an adapter's config that is not supported, as text."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         return f"an adapter of type {config.get('peft_type') if isinstance(config, dict) else None}, not LORA"
     if config.get("megatron_config"):
@@ -117,13 +114,12 @@ def _unsupported(config: Any) -> str | None:
 
 
 def _last_part(name: object) -> str:
-    """Return the last part of a base's path or Hub id; "" for None or a commit hash, as in the Hub's cache."""
+    """Return the last part of a base's path or Hub id; "" for a commit hash, as in the Hub's cache."""
     part = str(name or "").rstrip("/").rpartition("/")[2].lower()
     return "" if re.fullmatch("[0-9a-f]{40}", part) else part
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy the adapter's config and weights from ``source`` to ``folder``; do nothing if they are one folder."""
     if folder.exists() and source.resolve() == folder.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)

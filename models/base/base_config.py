@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -53,7 +53,7 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget")
 """Chat template variables that are loaded from a saved head. Others, such as ``tools``, may name a file."""
 ADAPTER = "adapter"
-"""Name of the folder in a saved head that holds the base's adapter, if any."""
+"""Folder of the base's adapter in a saved head."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
@@ -126,7 +126,7 @@ class BaseConfig:
         return settings | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
-        """Return the transformers config, from ``shape`` if given (offline), else from ``name``; or raise UserError."""
+        """Return the transformers config, from ``shape`` if given (offline), else from ``name``."""
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
@@ -175,12 +175,10 @@ class BaseConfig:
                 why = f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} "
                 why += "Name a folder with a tokenizer.json, or a Hub id"
             elif Path(folder).is_dir():
-                why = f"no tokenizer in {folder}, or not all of its files; "
-                why += "name one with base.tokenizer=... (a folder or a Hub id)"
+                why = f"no tokenizer in {folder}, or not all of its files; name one with base.tokenizer=..."
             raise UserError(why) from None
 
     def hub_options(self) -> dict[str, Any]:
-        """Return the arguments that every ``from_pretrained`` call gets."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
@@ -191,10 +189,7 @@ def could_not_load(name: str, error: Exception) -> str:
     if not name:
         return "no base model is named; set base.name to a folder or a Hub id"
     if isinstance(error, ImportError):
-        return (
-            f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it, or "
-            "name a checkpoint without this quantisation"
-        )
+        return f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it"
     if "trust_remote_code" in str(error):
         return f"{name} contains Python code; read it, and allow it with base.trust_remote_code=true"
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
@@ -221,13 +216,11 @@ def _first_line(error: Exception) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-@dataclass(frozen=True)
-class ContextLimit:
-    """Longest context, in tokens (``positions``), in which drafts cannot change a base's output."""
+class ContextLimit(NamedTuple):
+    """Longest context, in tokens, in which drafts cannot change a base's output, and why ("the ...")."""
 
     positions: int
     why: str
-    """The reason, as the end of a sentence that begins with ``the``."""
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
@@ -307,8 +300,8 @@ def load_weights(
     """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
 
     The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
-    adapter of ``config``, if any, is merged. ``progress`` is called with a line of text before slow first-time work.
-    With ``layers`` false, decoder layers are neither built nor read, if ``config.has_whole_tensors``.
+    adapter of ``config``, if any, is merged. With ``layers`` false, decoder layers are neither built nor read, if
+    ``config.has_whole_tensors``. ``progress`` is called with a line of text before slow first-time work.
     """
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -363,10 +356,10 @@ def load_shards(
         model._apply(allocated)
         model.tie_weights()
         read_shards(model, tensors)
-        with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
-            model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+    with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
+        model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     return model, tokenizer
 
 
@@ -416,7 +409,7 @@ def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) 
     embeddings. It has the generation settings of the checkpoint that ``config`` names.
     """
 
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     with register_module_parameter_registration_hook(to_meta):

@@ -44,9 +44,9 @@ class PartialForward:
     """
 
     layers: int
-    """Number of first layers that have been computed."""
+    """Number of computed layers."""
     hidden: Tensor
-    """Output [B, N, D] of the last one of these layers."""
+    """Output [B, N, D] of the last of them."""
 
 
 NO_LAYERS = HiddenStatesSpec()
@@ -73,11 +73,10 @@ class BaseModel(BaseParts):
     """A frozen causal LM: its weights get no gradients, and no method saves it."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze ``model`` in place, and measure its cache sizes and logit scale.
+        """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
 
         :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`fuse_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
-        nothing is measured.
+        :func:`fuse_for_cpu` replaces them.
         """
         super().__init__(model, tokenizer, config)
         self.model, settings = model, model.config
@@ -182,8 +181,7 @@ class BaseModel(BaseParts):
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts``: number of tokens in each row, after which the row has padding; None: T. ``spec``: layers whose
-        outputs are returned with the final hidden states.
+        ``counts``: number of tokens in each row, after which the row has padding; None: T.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -228,10 +226,7 @@ class BaseModel(BaseParts):
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """Run token trees as :meth:`verify` does; return their hidden states and the logits after every node [B, N, V].
-
-        The hidden states also have the outputs of the layers that ``spec`` names.
-        """
+        """Run token trees as :meth:`verify` does; also return the logits after every node, [B, N, V]."""
         hidden, logits = self._verify(tokens_BN, shape, cache, spec, partial_forward, with_logits=True)
         return hidden, self.logits(hidden.final) if logits is None else logits
 
@@ -244,7 +239,7 @@ class BaseModel(BaseParts):
         partial_forward: PartialForward | None,
         with_logits: bool = False,
     ) -> tuple[HiddenStates, Tensor | None]:
-        """Compute :meth:`verify`; if ``with_logits`` and a CUDA graph runs the pass, add its logits, else None."""
+        """Compute :meth:`verify`; with ``with_logits``, also return the logits if a CUDA graph computes them."""
         new = tokens_BN.shape[1]
         # A graph runs a whole tree through all layers, and returns no states of single layers.
         whole = new == len(shape) and not (spec.layers or partial_forward)
@@ -261,11 +256,10 @@ class BaseModel(BaseParts):
         return self._decoder(tokens_BN, positions, masks, cache, spec, partial_forward), None
 
     def synchronise(self) -> None:
-        """Wait for the device, so that wall-clock times include all submitted work."""
         synchronise(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the base's next-token logits [..., V] of hidden states [..., D]."""
+        """Return the next-token logits [..., V] of hidden states [..., D]."""
         return self.lm_head.scale_and_cap(self.output_layer(hidden))
 
     @torch.no_grad()

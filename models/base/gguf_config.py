@@ -68,7 +68,7 @@ def checked_reader(path: Path) -> Any:
     from gguf import GGUFReader  # imported here, as most bases are not GGUF files
 
     class CheckedReader(GGUFReader):  # type: ignore[misc]
-        """Reader that stops at the end of the file, where gguf reads on, up to the lengths that the header states."""
+        """Reader that stops at the end of the file instead of the lengths that the header states."""
 
         parts = 0
 
@@ -105,7 +105,6 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> di
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
     """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling.
 
-    ``scaling`` has the keys of transformers' ``rope_parameters``, ``theta`` is the base of the frequencies, and
     ``size`` is E, the rotated width of a head. Short wavelengths keep their frequency (divisor 1), long ones have the
     divisor ``factor``, with a smooth transition between.
     """

@@ -39,7 +39,7 @@ class LMHead:
         return (slice(width), slice(width, None))[-len(self.trained) :]
 
     def cast_frozen(self, dtype: torch.dtype) -> "LMHead":
-        """Return this head, or if ``weight`` is frozen and ``dtype`` smaller, a copy with ``weight`` in ``dtype``."""
+        """Cast a frozen ``weight`` to ``dtype`` if that is smaller."""
         if self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self
         return replace(self, weight=self.weight.to(dtype))

@@ -36,13 +36,10 @@ class LoraBase:
     """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
     def __init__(self, base: BaseModel, targets: Sequence[str], checkpointing: bool = False, **settings: Any) -> None:
-        """Make a trainable copy of ``base`` with untrained adapters, which do not change its output yet.
+        """Make a trainable copy of ``base`` whose linear layers ``targets`` get untrained adapters.
 
-        Args:
-            base: the frozen model.
-            targets: names of the linear layers that get an adapter.
-            checkpointing: recompute every layer's activations in the backward pass instead of storing them.
-            **settings: fields of peft's ``LoraConfig``.
+        ``checkpointing`` recomputes every layer's activations in the backward pass; ``settings`` are fields of peft's
+        ``LoraConfig``.
         """
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
@@ -79,7 +76,6 @@ class LoraBase:
         return {n.replace(".", "-"): p for n, p in self._peft.named_parameters() if ".lora_" in n}
 
     def train(self, mode: bool) -> None:
-        """Switch between training (with dropout) and evaluation."""
         self.model.train(mode)
 
     def hidden_states(self, batch: TrainBatch) -> Tensor:
@@ -96,7 +92,6 @@ class LoraBase:
 
     @property
     def adapts_head(self) -> bool:
-        """True if the output head has an adapter."""
         return not isinstance(self.model.get_output_embeddings(), nn.Linear)
 
     def output_head(self) -> LMHead:
@@ -137,7 +132,6 @@ def _trainable_copy(base: BaseModel) -> Any:
 
 
 def _is_tied(base: BaseModel) -> bool:
-    """Return True if the output head is the embedding."""
     if base.device.type == "meta":  # where all addresses are 0
         return base.model.get_output_embeddings().weight is base.embedding
     return base.lm_head.weight.data_ptr() == base.embedding.data_ptr()

@@ -44,7 +44,7 @@ PASSED: set[tuple[str, ...]] = set()
 
 
 class Base(Protocol):
-    """The parts of a ``BaseModel`` that are used here; its module imports this one, so the class cannot be imported."""
+    """A ``BaseModel``, whose module imports this one."""
 
     model: Any
     config: BaseConfig
@@ -142,10 +142,9 @@ def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
 
 
 def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the factor of the output layer's ``product`` that gives the stock ``logits`` (before a soft cap).
+    """Return the factor, 1 or from ``config``, by which ``head`` gives the stock ``logits`` of the layer's ``product``.
 
-    It is 1 or comes from ``config``. Raise a UserError if no such factor gives the stock logits. ``dtype`` is that of
-    the rounding errors.
+    Refuse a base without such a factor. ``dtype`` is that of the rounding errors.
     """
     scales = [1.0]
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
@@ -165,9 +164,9 @@ def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits:
 
 
 def check_against_stock(base: Base) -> None:
-    """Reject a base whose logits differ from the stock model's; the message names the forward pass and the error.
+    """Reject a base whose logits differ from the stock model's, and free the stock results.
 
-    Free the stock results. Skip the comparison if this process already accepted a base with this config.
+    A config that this process has accepted before is not compared again.
     """
     results, base.stock_results = base.stock_results, None
     if results is None or results.known:
@@ -189,7 +188,7 @@ def check_against_stock(base: Base) -> None:
 
 
 def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run the base's passes; yield for each its name in messages, its logits and the stock logits at its tokens."""
+    """Run the base's passes; yield the name of each, its logits and the stock logits of its tokens."""
     tokens, stock = results.tokens, results.logits
     capacity = LENGTH + len(TREE)
     shape = TREE.shape_on(base.device)
@@ -231,15 +230,15 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
 
     first, second = PREFIX - 3, LENGTH - 3
     expected = torch.cat([stock[0, :first], stock[2, :second]])[None]
-    documents = tokens[0, :first], tokens[2, :second]
+    documents, dtype = (tokens[0, :first], tokens[2, :second]), base.rounding_dtype
     try:
         logits = _packed(base, *documents)
-        base.dense_masks = relative_error(base, logits, expected) > tolerance(base)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # its layers compute with the mask
+        logits = None
+    if logits is None or relative_error(dtype, logits, expected) > tolerance(dtype):
         base.dense_masks = True
-    if base.dense_masks:
         PASSED.add(check_key(base, DENSE))
         logits = _packed(base, *documents)
     yield "as packed documents", logits, expected
@@ -270,7 +269,6 @@ def relative_error(dtype: torch.dtype, logits: Tensor, expected: Tensor) -> floa
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest ``relative_error`` that rounding explains."""
     return TOLERANCE.get(dtype, HALF_TOLERANCE)
 
 

@@ -63,7 +63,7 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def smallest(config: PreTrainedConfig, key: str) -> int | None:
-    """Return the smallest integer under ``key`` in a config (layers may differ); None if there is none."""
+    """Return the smallest integer under ``key`` in a config, of which layers may differ."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # raised by transformers for sizes that differ by layer
@@ -112,7 +112,7 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
 def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
     """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``.
 
-    The layers keep their ``layer_idx``, so they write into the model's own cache, which ``cache_shape`` describes.
+    The layers keep their ``layer_idx``, so they write into the model's own cache.
     """
     layers = list(model.model.layers)
     decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
@@ -129,9 +129,8 @@ def decoder_over(
 ) -> Any:
     """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
 
-    ``norm`` replaces the final norm; None keeps it. ``layers[i]`` has the config of the model's layer ``sources[i]``
-    (index from 0). ``cache_shape`` describes the cache of the whole model. Families whose layers cannot run alone are
-    refused.
+    ``norm`` replaces the final norm. ``layers[i]`` has the config of the model's layer ``sources[i]`` (from 0).
+    ``cache_shape`` is that of the whole model. Families whose layers cannot run alone are refused.
     """
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
@@ -156,7 +155,7 @@ def decoder_over(
 
 
 class _NoPositions(nn.Module):
-    """Replacement for a table of learned position embeddings; it adds zero."""
+    """Replacement for a table of learned position embeddings."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)

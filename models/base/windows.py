@@ -10,6 +10,7 @@ Shape legend: R rows or 1, T queries, K keys.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig
 from drafthead.errors import UserError
 from drafthead.models.kernels.packed import PackedMask
 
-Masks = Tensor | PackedMask | dict[str, Tensor | None] | dict[str, PackedMask] | None
+Masks = Tensor | PackedMask | dict[str, Any] | None
 """The decoder's mask argument: one mask (additive, or of packed rows), or one per layer type; None means causal."""
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types with a window -> config keys of its size."""
@@ -38,8 +39,7 @@ class Window:
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
 
-        Keys after the query are not excluded; the caller masks them. For size 3, the query at 7 then sees 5, 6, 7;
-        chunked, it sees 6, 7.
+        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
         """
         # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:
@@ -60,7 +60,7 @@ class Windows:
 
     @property
     def smallest(self) -> int:
-        """Size of the smallest window. Contexts up to this length are not affected by any window."""
+        """Longest context that no window affects."""
         return min(window.size for window in self.by_kind.values() if window is not None)
 
     def masks(
@@ -76,7 +76,7 @@ class Windows:
         ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is that of new masks if ``mask`` is None.
         ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them.
         """
-        masks: dict[str, Tensor | None] = {}
+        masks: dict[str, Any] = {}
         window_mask, window_keys = held or (mask, keys)
         for kind, window in self.by_kind.items():
             if window is None:
@@ -91,7 +91,8 @@ class Windows:
 
     def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
         """Return a mask per layer type (one if ``single``) from the mask of full attention for packed rows."""
-        masks = {kind: mask.within(w.size, w.chunked) if w else mask for kind, w in self.by_kind.items()}
+        kinds = self.by_kind.items()
+        masks = {kind: mask if window is None else mask.within(window.size, window.chunked) for kind, window in kinds}
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
@@ -100,7 +101,7 @@ class Windows:
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """Return the windows shorter than ``context`` positions; None if there are none. Refuse sizes below 2."""
+    """Return the windows that matter within ``context`` positions, or None."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]

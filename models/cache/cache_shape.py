@@ -1,22 +1,12 @@
-"""Number and shapes of the layers of a cache, and the location of each layer in the cache's memory."""
+"""Number and shapes of the layers of a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import torch
 
 from drafthead.models.cache.layers import Layers, LayerShape, Row, Sliding
-
-
-class Place(NamedTuple):
-    """Location of a layer in the memory of a cache."""
-
-    kind: int
-    """Index of the object that keeps all layers of its kind."""
-    number: int
-    """Number of the layer among these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +43,16 @@ class CacheShape:
         return kinds
 
     @cached_property
-    def places(self) -> tuple[Place | None, ...]:
+    def places(self) -> tuple[tuple[int, int] | None, ...]:
+        """For each layer, the index of its kind's ``Layers`` object in ``new``, and the layer's number in it."""
         kinds, numbers = list(self._kinds), [iter(range(len(shapes))) for shapes in self._kinds.values()]
-        indices = (shape and kinds.index(shape.kind) for shape in self.layers)
-        return tuple(None if kind is None else Place(kind, next(numbers[kind])) for kind in indices)
+        indices = (None if shape is None else kinds.index(shape.kind) for shape in self.layers)
+        return tuple(None if kind is None else (kind, next(numbers[kind])) for kind in indices)
 
     def new(self, rows: list[Row], capacity: int) -> list[Layers]:
         """Return empty layers, one object per kind, for ``rows`` of up to ``capacity`` positions."""
-        return [shapes[0].new(shapes, rows, capacity, self.dtype, self.device) for shapes in self._kinds.values()]
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        return [shapes[0].new(shapes, rows, capacity, zeros) for shapes in self._kinds.values()]
 
     def nbytes(self, capacity: int) -> int:
         """Return the bytes of a cache of one row."""

@@ -52,7 +52,7 @@ class TreeCache:
     def _use(self, kinds: list[Layers]) -> None:
         self.kinds = kinds
         self._sliding = next((kind for kind in kinds if isinstance(kind, SlidingLayers)), None)
-        self.layers = [place and (kinds[place.kind], place.number) for place in self.shape.places]
+        self.layers = [place and (kinds[place[0]], place[1]) for place in self.shape.places]
 
     @classmethod
     def empty(cls, shape: CacheShape, capacity: int, rows: int = 1) -> "TreeCache":
@@ -223,7 +223,8 @@ class TreeCache:
         """Return a cache of row number ``row`` alone that shares memory and committed length with this cache."""
         if self.rows == 1:
             return self
-        kinds, rows = [kind.row(row) for kind in self.kinds], [self._rows[row]]
+        rows = [self._rows[row]]
+        kinds = [kind.take(slice(row, row + 1), rows) for kind in self.kinds]
         return TreeCache(self.shape, kinds, rows, capacity=self.capacity, skipped=self.skipped)
 
     def select(self, rows: list[int]) -> None:
@@ -232,7 +233,7 @@ class TreeCache:
         if self.rows > 1:
             index = on_device(rows, self.shape.device)
             self._rows = [self._rows[n] for n in rows]
-            self._use([kind.select(index, self._rows) for kind in self.kinds])
+            self._use([kind.take(index, self._rows) for kind in self.kinds])
 
     def first_layers(self, count: int) -> "TreeCache":
         """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths.
@@ -241,7 +242,7 @@ class TreeCache:
         """
         rows = [replace(row) for row in self._rows]
         shape = replace(self.shape, layers=self.shape.layers[:count])
-        numbers = [sum(place.kind == n for place in shape.places if place) for n in range(len(self.kinds))]
+        numbers = [sum(place[0] == n for place in shape.places if place) for n in range(len(self.kinds))]
         kinds = [kind.first(number, rows) for kind, number in zip(self.kinds, numbers, strict=True) if number]
         return TreeCache(shape, kinds, rows, capacity=self.capacity, skipped=self.skipped)
 
@@ -254,9 +255,10 @@ class TreeCache:
         (kind,), rows = self.kinds, [Row(self.length)]
         assert isinstance(kind, FullLayers)
         index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])
-        copied = kind.over(lambda stack: torch.nn.functional.pad(stack.gather(3, index), (0, 0, 0, room)), rows)
-        copied.skip(self.length - positions_LHS.shape[2])
-        return TreeCache(self.shape, [copied], rows, capacity=self.length + room, skipped=copied.skipped)
+        skipped = self.length - positions_LHS.shape[2]
+        pad = torch.nn.functional.pad
+        copied = kind.over(lambda stack: pad(stack.gather(3, index), (0, 0, 0, room)), rows, skipped)
+        return TreeCache(self.shape, [copied], rows, capacity=self.length + room, skipped=skipped)
 
     def grow(self, capacity: int) -> None:
         """Enlarge the memory to ``capacity`` positions."""

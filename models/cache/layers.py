@@ -87,12 +87,8 @@ class Layers(ABC):
         """Take the committed positions ``start`` to ``stop`` of layer number ``other`` of ``source``."""
 
     @abstractmethod
-    def row(self, row: int) -> Self:
-        """Return layers that share the memory of row number ``row``."""
-
-    @abstractmethod
-    def select(self, index: Tensor, rows: list[Row]) -> Self:
-        """Return layers with copies of the rows ``index`` [B], which are ``rows``."""
+    def take(self, index: slice | Tensor, rows: list[Row]) -> Self:
+        """Return layers of some rows, which are ``rows``: with copies if ``index`` is a tensor [B], else the same."""
 
     @abstractmethod
     def first(self, count: int, rows: list[Row]) -> Self:
@@ -113,8 +109,8 @@ class LayerShape(ABC):
 
     @staticmethod
     @abstractmethod
-    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device) -> Layers:
-        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions."""
+    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]) -> Layers:
+        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions; ``zeros`` makes memory."""
 
     def trimmed(self, sliding: "Sliding") -> "LayerShape":
         """Return the shape of a layer that keeps only the latest positions, or self for other kinds."""
@@ -148,12 +144,12 @@ class KeyValueShape(LayerShape):
 
     @staticmethod
     def new(
-        shapes: Sequence["KeyValueShape"], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device
+        shapes: Sequence["KeyValueShape"], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]
     ) -> "FullLayers":
         sliding = shapes[0].sliding
         held = sliding.held if sliding else capacity
         stacks = [
-            torch.zeros((shapes.count(shape), len(rows), heads, held, width), dtype=dtype, device=device)
+            zeros((shapes.count(shape), len(rows), heads, held, width))
             for shape in dict.fromkeys(shapes)
             for heads, width in (shape.keys, shape.values)
         ]
@@ -167,7 +163,8 @@ def shape_of(stock: Any) -> LayerShape | None:
     """Return the shape of a layer of transformers' cache after a pass; None: the model does not use it."""
     if not stock.is_initialized:
         return None
-    return KeyValueShape(*((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values)))
+    keys, values = ((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values))
+    return KeyValueShape(keys, values)
 
 
 class FullLayers(Layers):
@@ -192,14 +189,12 @@ class FullLayers(Layers):
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in self.stacks)
 
-    def over(self, change: Callable[[Tensor], Tensor], rows: list[Row] | None = None) -> Self:
-        """Return these layers over other memory: the result of ``change`` for each stack."""
-        stacks = [change(stack) for stack in self.stacks]
-        return type(self)(self.shapes, stacks, self.rows if rows is None else rows, self.skipped)
-
-    def skip(self, count: int) -> None:
-        """Set the number of committed positions without memory."""
-        self.skipped = self._first = count
+    def over(
+        self, change: Callable[[Tensor], Tensor], rows: list[Row] | None = None, skipped: int | None = None
+    ) -> Self:
+        """Return these layers over other memory, the result of ``change`` for each stack; None: as here."""
+        stacks, skipped = [change(stack) for stack in self.stacks], self.skipped if skipped is None else skipped
+        return type(self)(self.shapes, stacks, self.rows if rows is None else rows, skipped)
 
     def start(self, row: Row) -> int:
         """Return the number of positions of ``row`` without memory: a new position p is at p minus this number."""
@@ -258,11 +253,8 @@ class FullLayers(Layers):
             memory.index_copy_(2, slots, new)
         return self._parts[number]
 
-    def row(self, row: int) -> Self:
-        return self.over(lambda stack: stack[:, row : row + 1], [self.rows[row]])
-
-    def select(self, index: Tensor, rows: list[Row]) -> Self:
-        return self.over(lambda stack: stack.index_select(1, index), rows)
+    def take(self, index: slice | Tensor, rows: list[Row]) -> Self:
+        return self.over(lambda stack: stack[:, index], rows)
 
     def first(self, count: int, rows: list[Row]) -> Self:
         shapes = self.shapes[:count]

@@ -143,7 +143,8 @@ class _Writer:
         """
         place = self._places[layer_idx]
         assert place is not None
-        return self._window.kinds[place.kind].write(place.number, self._slots, key, value)
+        kind, number = place
+        return self._window.kinds[kind].write(number, self._slots, key, value)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """Return the number of committed positions, [1] int64 on the device; transformers calls this."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -90,8 +89,10 @@ def grouped_sdpa(
         raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; {other_base()}")
     if (queries := _captured.get()) is not None:
         queries.append(query)
-    attend = packed_attention if isinstance(attention_mask, PackedMask) else _attend
-    return attend(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
+    options = dropout, scaling, s_aux, softcap
+    if isinstance(attention_mask, PackedMask):
+        return packed_attention(query, key, value, attention_mask, *options).transpose(1, 2), None
+    return _attend(query, key, value, attention_mask, *options).transpose(1, 2), None
 
 
 def _attend(
@@ -139,17 +140,18 @@ def packed_attention(
     The arguments are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens.
     """
     shape = query.shape[0], query.shape[2]
-    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]  # [N, heads, width] each
+    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [N, heads, width]
     plain = not dropout and sinks is None and softcap is None
-    if not plain or (out := _varlen(*flat, mask, scaling)) is None:
-        outputs = [flat[0][:0]]  # without queries there is no span
+    out = _varlen(query, key, value, mask, scaling) if plain else None
+    if out is None:
+        outputs = [] if mask.spans() else [query]
         for span in mask.spans():
-            parts = (span.queries, span.keys, span.keys)
-            states = [values[part].transpose(0, 1)[None] for values, part in zip(flat, parts, strict=True)]
+            parts = query[span.queries], key[span.keys], value[span.keys]
+            q, k, v = (states.transpose(0, 1)[None] for states in parts)
             seen = None if span.causal else span.seen[None, None]
-            outputs.append(_attend(*states, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
-        out = torch.cat(outputs[1:] or outputs)
-    return out.unflatten(0, shape).transpose(1, 2)
+            outputs.append(_attend(q, k, v, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+        out = torch.cat(outputs)
+    return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling: float | None) -> Tensor | None:
@@ -161,11 +163,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling
     fits = device.type == "cuda" and query.itemsize == 2 and query.shape[0::2] == value.shape[0::2]
     if not fits or device in _no_varlen:
         return None
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and only for CUDA
+
     window = -1 if mask.window is None else mask.window - 1
     sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
     grouped = query.shape[1] != key.shape[1]
     try:
-        return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=(window, 0), enable_gqa=grouped)
+        options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
+        out = varlen_attn(query, key, value, *sizes, **options)
+        return out if isinstance(out, Tensor) else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -16,13 +16,14 @@ Shape legend: B rows, T tokens of a row, N tokens of the batch, Q queries, K key
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-JOINED = {"cpu": 0, "accelerator": 1024}
-"""Largest number of tokens of several documents in one span."""
+JOINED = {"cpu": 0, "meta": 0, "accelerator": 1024}
+"""Largest number of tokens of several documents in one span. Estimates (``meta``) read one document per row."""
 MAX_SCORES = 2**26
 """Largest number of attention scores in memory at once when they are computed explicitly."""
 
@@ -115,7 +116,7 @@ class PackedMask(BlockMask):
         time = self.tokens // self.rows
         return self.rows, 1, time, time
 
-    def __getitem__(self, index: tuple[slice, ...]) -> "PackedMask":
+    def __getitem__(self, index: Any) -> "PackedMask":
         """Return self for a slice of everything, which Gemma 4 takes."""
         if any(part.start or part.stop is not None for part in index):
             raise IndexError("a mask of packed rows cannot be sliced")

@@ -35,9 +35,9 @@ Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 """Runs a layer in drafting. Maps inputs [B, T, I] (I: input width), positions [B, T], an additive mask (None: every
 query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
 Mask = Tensor | PackedMask | None
-
-
-Module, Inputs, Output = TypeVar("Module", bound=nn.Module), TypeVarTuple("Inputs"), TypeVar("Output")
+Module = TypeVar("Module", bound=nn.Module)
+Output = TypeVar("Output")
+Inputs = TypeVarTuple("Inputs")
 
 
 def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module, *Inputs], Output]:
@@ -368,8 +368,8 @@ class AnchorContext:
             positions: [1, A P] int64, from ``block_positions``.
             seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
-        query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
-        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, *block, seen))
+        query, keys, values = (torch.unflatten(s, 2, (-1, len(seen))) for s in layer.states(x, positions))
+        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, keys, values, seen))
 
     def _attend_blocks(
         self,

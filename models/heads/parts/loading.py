@@ -42,10 +42,10 @@ def load_base(name: str, device: torch.device | str | None = None, **settings: A
 
 
 def load_parts(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseParts:
-    """Load a frozen base without its layers, to attach heads to that get hidden states from elsewhere.
+    """Load a frozen base without its layers, for heads that get hidden states from elsewhere.
 
-    Only embedding, final norm and output head are read, and a few rows of each layer, which identify the base. The
-    arguments are those of ``load_base``.
+    Embedding, final norm and output head are read, and a few rows of each layer, which identify the base. The arguments
+    are those of ``load_base``.
     """
     return BaseParts.of_checkpoint(BaseConfig(name=name, **settings), device)
 
@@ -71,11 +71,10 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head from a folder or a Hub repository, and its base, onto ``device``; return (base, head).
+    """Load a head and its base onto ``device``; see :func:`load_head`.
 
-    ``base`` has settings of the base; None: all defaults. If they name no base, the base that the head was trained for
-    is loaded, and settings saved with the head replace defaults. ``device`` None is the machine's accelerator, else the
-    CPU.
+    If ``base`` names no base, the base that the head was trained for is loaded, and settings saved with the head
+    replace defaults.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
@@ -89,8 +88,8 @@ def load_base_and_head(
 def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
     """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults.
 
-    Saved settings only locate the base and switch its reasoning, and never override the caller's. So a downloaded
-    config cannot turn on trust_remote_code. A random base is rejected above ``RANDOM_LIMIT``.
+    Saved settings only locate the base and switch its reasoning, so a downloaded config cannot turn on
+    trust_remote_code. A random base is rejected above ``RANDOM_LIMIT``.
     """
     if not isinstance(recipe, dict):
         raise UserError(f"{folder}/config.json has a base.recipe of type {type(recipe).__name__}; copy the head again")
@@ -115,11 +114,7 @@ def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
 
 
 def _attached(folder: Path, base: BaseParts) -> DraftHead:
-    """Return the head in a folder, attached to ``base``, in evaluation mode.
-
-    Raises:
-        UserError: a file is missing, damaged or unsafe, or the head belongs to another base.
-    """
+    """Return the head in a folder in evaluation mode; reject missing, damaged or unsafe files, and another base."""
     config = read_head_config(folder)
     check_base(folder, config["base"], base)
     weights = read_weights(folder, config.get("weights_sha256"))
@@ -138,20 +133,20 @@ def _attached(folder: Path, base: BaseParts) -> DraftHead:
         raise UserError(f"{folder}/model.safetensors does not fit its config: {reason}; copy both again") from None
     if missing or unexpected:
         raise UserError(
-            f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}. The two "
-            "files are of different heads, or a setting was changed; copy both again"
+            f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}; copy both "
+            "again"
         )
     read_trees(folder, head)
     return head.eval()
 
 
 def head_types() -> list[str]:
-    """Return the types of heads, such as ``medusa``: the names of the modules in ``models/heads/``."""
+    """Return the names of the modules in ``models/heads/``, such as ``medusa``."""
     return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of a head type, such as ``medusa``; reject names that are not in ``head_types()``."""
+    """Return the settings class of a head type, such as ``medusa``."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")
@@ -161,7 +156,7 @@ def config_class(head_type: str) -> type[DraftHeadConfig]:
 
 
 def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Check a head's settings, ``{head_type: medusa, num_draft_tokens: 3, ...}``, and return them as its config."""
+    """Return the config that a head's settings, ``{head_type: medusa, num_draft_tokens: 3, ...}``, describe."""
     settings = {**node}
     kind = config_class(str(settings.pop("head_type", "")))
     known = [field.name for field in fields(kind)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
-from drafthead.eval.trees import answers as answers_module
+from drafthead.eval.trees import simulate
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
@@ -106,7 +106,7 @@ def test_probs_do_not_depend_on_the_batch(base: BaseModel, monkeypatch: pytest.M
     head, texts = fitted(base), answered(base, 0.7, 8, copies=2)
     draft_config = AcceptProbsConfig(draft_sampling=DraftSampling.WITH_REPLACEMENT, width=3)
     together = text_accept_probs(base, head, texts, WARM, draft_config)
-    monkeypatch.setattr(answers_module, "MAX_VALUES", 1000)
+    monkeypatch.setattr(simulate, "MAX_VALUES", 1000)
     for a, b in zip(together, text_accept_probs(base, head, texts, WARM, draft_config), strict=True):
         assert np.allclose(a, b, rtol=1e-4, equal_nan=True)
 

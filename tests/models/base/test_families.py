@@ -168,6 +168,7 @@ def test_changing_positions_limit_the_context(model_type: str, settings: dict[st
     )
     base = BaseModel.load(config)
     assert base.max_context == limit
+    assert base.dense_masks == (model_type == "doge"), "only Doge computes with masks"
     prompt = random_ids(limit - 12)
     with pytest.raises(UserError, match=f"context of {limit}"):
         decode(base, None, prompt, max_new_tokens=13)

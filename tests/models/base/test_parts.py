@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import BaseConfig, checkpoint_tensors, load_weights
-from drafthead.models.base.text_model import build
+from drafthead.models.base.base_config import BaseConfig, checkpoint_tensors, load_weights, meta_model
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from support import TINY
 
 Script = Callable[[str], ModuleType]
@@ -73,10 +74,8 @@ def test_tensors_of_a_checkpoint_are_those_of_the_stock_model(
 ) -> None:
     """Shards, composites, tied heads and experts that transformers stacks."""
     config = save(name, tmp_path, script, "50KB")
-    model, _ = load_weights(config, torch.device("cpu"), print)
-    with torch.device("meta"):
-        bare = build(config.transformers_config())
-    count_bytes.total = 0
+    model, _ = load_weights(config, torch.device("cpu"))
+    bare, count_bytes.total = meta_model(config, config.transformers_config()), 0
     tensors = checkpoint_tensors(config, bare)
     assert count_bytes.total == 0
     for key, expected in model.state_dict().items():
@@ -92,10 +91,58 @@ def test_tensors_that_cannot_be_read_are_named(tmp_path: Path, script: Script) -
     config = save("untied", tmp_path, script)
     path, key = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     stored = load_file(path)
-    with torch.device("meta"):
-        bare = build(config.transformers_config())
+    bare = meta_model(config, config.transformers_config())
     faults = {"lacks the weight": None, "F8_E4M3": stored[key].to(torch.float8_e4m3fn), "instead of": stored[key][:8]}
     for says, fault in faults.items():
         save_file({k: v for k, v in (stored | {key: fault}).items() if v is not None}, path)
         with pytest.raises(UserError, match=f"{key}.*{says}|{says}.*{key}"):
             checkpoint_tensors(config, bare).read(key)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "gemma3", "qwen3_moe", "olmo", "cohere"])
+def test_parts_made_in_three_ways_are_those_of_the_model(
+    name: str, tmp_path: Path, script: Script, count_bytes: type[CountingFile]
+) -> None:
+    """Shards, composites, experts, a norm without weights, scaled logits; only the parts and eight rows are read."""
+    config = save(name, tmp_path, script, "50KB")
+    base = BaseModel.load(config, "cpu")
+    layers = [m for m in base.stock().model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    count_bytes.total = 0
+    parts = BaseParts.of_checkpoint(config, "cpu")
+    ends = {base.embedding.data_ptr(): base.embedding.nbytes, base.lm_head.weight.data_ptr(): base.embedding.nbytes}
+    norm = next(base.final_norm.parameters(), None)
+    rows = sum(4 * layer.in_features * min(8, layer.out_features) for layer in layers)
+    first = 4 * layers[0].in_features * min(64, layers[0].out_features)
+    assert count_bytes.total == sum(ends.values()) + rows + (first if norm is None else norm.nbytes)
+    table = torch.cat([base.embedding, torch.zeros(4, base.hidden_size)])  # an engine pads its vocabulary
+    head = None if parts.embedding is parts.output_layer.weight else torch.cat([base.lm_head.weight, table[:4]])
+    given = BaseParts.of_tensors(config, embedding=table, lm_head=head, norm=norm)
+    assert given.embedding.data_ptr() == table.data_ptr()
+    assert given.lm_head.weight.data_ptr() == (table if head is None else head).data_ptr()
+    states = torch.randn(1, 3, base.hidden_size)
+    for other in (parts, given):
+        assert other.identity() == base.identity() and other.eos_ids == base.eos_ids
+        torch.testing.assert_close(other.embedding, base.embedding, rtol=0, atol=0)
+        torch.testing.assert_close(other.final_norm(states), base.final_norm(states), rtol=0, atol=0)
+        torch.testing.assert_close(other.lm_head.logits(states), base.lm_head.logits(states), rtol=0, atol=0)
+        rotations = [
+            each.rotary.state_dict(keep_vars=True) | dict(each.rotary.named_buffers()) for each in (other, base)
+        ]
+        torch.testing.assert_close(*rotations, rtol=0, atol=0)
+
+
+def test_parts_tell_a_fine_tune_from_its_original(tmp_path: Path, script: Script) -> None:
+    config, path = save("untied", tmp_path, script), tmp_path / "model.safetensors"
+    original, key = BaseParts.of_checkpoint(config, "cpu").fingerprint, "model.layers.2.mlp.up_proj.weight"
+    save_file(load_file(path) | {key: load_file(path)[key] * 1.1}, path)
+    tuned = BaseParts.of_checkpoint(config, "cpu").fingerprint
+    assert tuned[:16] == original[:16] and tuned != original
+    assert tuned == BaseModel.load(config, "cpu").fingerprint
+
+
+def test_a_random_base_gives_its_parts_too() -> None:
+    config = BaseConfig(random=True, shape=TINY, tokenizer="builtin:tiny", prepack=False)
+    parts, base = BaseParts.of_checkpoint(config, "cpu"), BaseModel.load(config, "cpu")
+    assert parts.identity() == base.identity() and torch.equal(parts.embedding, base.embedding)
+    with pytest.raises(UserError, match="engine's tensors for a random"):
+        BaseParts.of_tensors(config, embedding=base.embedding)

@@ -1,6 +1,6 @@
 """The cache against a model of it made of lists: every pass must see the tokens and positions that the lists say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
@@ -69,10 +69,7 @@ class FoldedLayers(Layers):
         assert isinstance(source, FoldedLayers) and start == 0
         self.states[number] = source.states[other]
 
-    def row(self, row: int) -> "FoldedLayers":
-        return FoldedLayers(self.states[:, row : row + 1], [self.rows[row]])
-
-    def select(self, index: Tensor, rows: list[Row]) -> "FoldedLayers":
+    def take(self, index: slice | Tensor, rows: list[Row]) -> "FoldedLayers":
         return FoldedLayers(self.states[:, index], rows)
 
     def first(self, count: int, rows: list[Row]) -> "FoldedLayers":
@@ -86,9 +83,7 @@ class FoldedShape(LayerShape):
     kind = "folded"
 
     @staticmethod
-    def new(
-        shapes: Sequence[LayerShape], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device
-    ) -> FoldedLayers:
+    def new(shapes: Sequence[LayerShape], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]) -> FoldedLayers:
         return FoldedLayers(torch.zeros(len(shapes), len(rows), dtype=torch.int64), rows)
 
 

@@ -11,10 +11,14 @@ from head_cases import HEADS, MAIN, cases_of, every_case, every_head
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.errors import UserError
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
@@ -23,6 +27,7 @@ from drafthead.models.kernels import packed
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable
 from drafthead.models.token_tree import TokenTree
 from support import (
+    TINY,
     Context,
     TinyBase,
     assert_distributed,
@@ -406,3 +411,48 @@ def test_nothing_to_train_on(tiny_base: TinyBase, kind: str) -> None:
     head = HEADS[kind].build(base)
     out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig())
     assert int(out.tokens) == 0 and float(out.loss_sum.detach()) == 0.0
+
+
+# Parts of a base ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored_base(tmp_path_factory: pytest.TempPathFactory) -> BaseConfig:
+    folder = tmp_path_factory.mktemp("base")
+    random_base(TINY, prepack=False).model.save_pretrained(folder)
+    return BaseConfig(name=str(folder), tokenizer="builtin:tiny", dtype="float32", prepack=False)
+
+
+@every_head
+def test_a_saved_head_needs_only_parts_of_its_base(kind: str, stored_base: BaseConfig, tmp_path: Path) -> None:
+    """Loss, gradients, drafts and exports are those of the head on the loaded base; others are refused by name."""
+    base, parts = BaseModel.load(stored_base), BaseParts.of_checkpoint(stored_base)
+    head = randomised(HEADS[kind].build(base))
+    head.save_pretrained(tmp_path / "head")
+    if head.config.needs_layers:
+        with pytest.raises(UserError, match=f"{head.config.head_type} runs layers .* load_base"):
+            load_head(tmp_path / "head", parts)
+        return
+    heads = load_head(tmp_path / "head", base), load_head(tmp_path / "head", parts)
+    batch = row_of([random_ids(20), random_ids(9)])
+    hidden, losses, drafts = base.hidden_states(batch, head.spec), [], []
+    for number, each in enumerate(heads):
+        loss = each.loss(batch, hidden, LossConfig()).loss_sum
+        torch.autograd.backward(loss)
+        losses.append([loss, *(parameter.grad for parameter in each.parameters())])
+        context = Context.of(each).read(batch.input_ids[:, :12], hidden.map(lambda states: states[:, :12]))
+        drafts.append(context.draft(batch.input_ids[:, 12], PLANS["tree"]).tokens)
+        for file_format in all_formats().values():
+            if type(each.config) is file_format.head_config and not [*file_format.unsupported(each)]:
+                (folder := tmp_path / f"{number}" / file_format.name).mkdir(parents=True)
+                file_format.export(each, folder)
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+    assert torch.equal(*drafts)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    exports = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")} for folder in folders]
+    assert exports[0] == exports[1] and (exports[0] or kind not in ("medusa", "dspark", "hydra", "mlp"))
+    if head.config.starts_from_layers:
+        with pytest.raises(UserError, match="starts as a copy of layers"):
+            head.config.build(parts)
+    with pytest.raises(UserError, match="loaded without layers"):
+        _ = heads[1].base_model

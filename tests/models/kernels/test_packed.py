@@ -50,8 +50,3 @@ def test_a_dense_mask_is_what_it_says() -> None:
                 elif limits is not None:
                     start = max(start, query - limits[0] + 1)
                 assert seen[row, query].nonzero()[:, 0].tolist() == list(range(start, query + 1)), (limits, row, query)
-
-
-def test_no_tensor_has_the_size_of_a_dense_mask() -> None:
-    mask = PackedMask.of(torch.arange(64).repeat_interleave(128)[None])
-    assert max(span.seen.numel() for span in mask.spans()) == 128 * 128
