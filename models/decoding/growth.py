@@ -54,11 +54,11 @@ class TreeLevel:
     inner: Tensor  # [F] the next frontier: indices into ``nodes`` of the nodes that have children
     above: Tensor  # [F] for each node of ``inner``, the index of its parent in the previous frontier
     slots: Tensor
-    """[N] each tree node's number in the order in which the drafter runs over nodes. -1 for nodes that it has not run
-    over when this level is drafted; it has then run over the level's parents."""
+    """[N] each tree node's number in the order in which the drafter runs over nodes; -1 for nodes that it has not run
+    over when this level is drafted."""
 
     def taken_from(self, width: int) -> Tensor:
-        """Return ``taken``, or ``taken_shared`` if ``width``, the number of distributions of the level, is 1."""
+        """Return ``taken_shared`` if the level has one shared distribution (``width`` 1), else ``taken``."""
         return self.taken_shared if width == 1 else self.taken
 
 
@@ -114,25 +114,19 @@ class LogitsSource(ABC):
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the draft logits after the nodes of the next level. In the first call, that is the root alone.
+        """Return the draft logits [B, F, W] after the nodes of the next level; in the first call, that is the root
+        alone.
 
         ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
-        nodes of the previous call.
-
-        Returns:
-            [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. All nodes then get the same
-            candidates, also if these are sampled. That is exact, because verification visits at most one node of the
-            level, and which one does not depend on the samples below it.
+        nodes of the previous call. A result [B, 1, W] means that all nodes of the level have the same distribution.
+        They then get the same candidates, also if these are sampled. That is exact, because verification visits at most
+        one node of the level, and which one does not depend on the samples below it.
         """
 
     def confidence(self) -> Tensor:
-        """Return, for each node of the last expanded level, the probability that one draft after it is accepted.
-
-        The shape is [B, F], or [B, 1] if all nodes share it. The probability is that of a single child, predicted by a
-        confidence head, and not that any of several siblings is accepted.
-
-        It may depend on these nodes and the tokens before them, but not on their children.
-        """
+        """Return a confidence head's probability, [B, F] or [B, 1], that a single child of each last expanded node is
+        accepted (not that any of several siblings is). It may depend on these nodes and the tokens before them, but not
+        on their children."""
         raise NotImplementedError
 
 
@@ -155,7 +149,6 @@ class StepwiseSession(Session, LogitsSource):
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Return a proposal without drafts."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -223,10 +216,11 @@ def grow(
 
 
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
-    """Return, for each node of ``tree``, the index of the distribution from which its children were drawn, [N] int64.
+    """Return, for each node of ``tree``, the index [N] int64 of its children's distribution in ``probs`` joined on axis
+    1.
 
-    It is an index in the levels' tensors ``probs`` joined on axis 1: [B, F, V] in the order ``slots`` in which the
-    drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution.
+    Each level has a tensor [B, F, V] in the order ``slots`` in which the drafter ran over the nodes, or [B, 1, V] if
+    all nodes of a level share one distribution.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -249,9 +243,7 @@ def _sampled(
     logits: Tensor, level: TreeLevel, draft_config: DraftConfig, drawing: Tensor | None, rng: RandomSource | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return sampled draft ids [B, M], a mask [B, M] bool of those that exist, and the distributions [B, F, W].
-
-    ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all.
-    """
+    ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all."""
     if rng is None:
         raise ValueError("sampled candidates need random numbers; give rng to draft")
     dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
@@ -262,11 +254,9 @@ def _sampled(
 
 
 class _Stopping:
-    """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children.
-
-    ``cuts`` is true if there is a threshold, or if candidates are sampled without replacement. If it is false, this
-    class does nothing: every node exists, and drafting never stops early.
-    """
+    """Decides which nodes exist in each row, and which frontier nodes get children. ``cuts`` is true if there is a
+    threshold, or if candidates are sampled without replacement. If it is false, every node exists, and drafting never
+    stops early."""
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
         self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
@@ -278,21 +268,16 @@ class _Stopping:
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
     def has_parents(self, source: LogitsSource) -> bool:
-        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children.
-
-        Except on a CPU, the result is always True, because reading the nodes from the device would wait.
-        """
+        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children. Except
+        on a CPU, the result is always True, because reading the nodes from the device would wait."""
         if self._prefix == 0:
             return True
         self._path_confidence = self._path_confidence * source.confidence()
         self._expandable = self._expandable & (self._path_confidence >= self._prefix)
         return self._any_expandable()
 
-    def drawing(self, width: int) -> Tensor | None:
-        """Return the mask [B, width] of distributions from which children are sampled; None if all are.
-
-        ``width`` is 1 if all parents share one distribution.
-        """
+    def drawing(self, width: int) -> Tensor | None:  # 1 if all parents share one distribution
+        """Return the mask [B, width] of distributions from which children are sampled; None if all are."""
         if self._prefix == 0:
             return None
         return self._expandable if width == self._expandable.shape[1] else self._expandable.any(1, keepdim=True)
@@ -316,9 +301,8 @@ class _Stopping:
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
         """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees.
 
-        A node that does not exist in a row is padding in that row. Except on a CPU, the index has all nodes, because
-        reading ``active`` from the device would wait. With ``sampled``, the shape's ``children`` have as many columns
-        as those of ``tree``, which is the width of ``Proposal.prob_index``.
+        A node that does not exist in a row is padding there. Except on a CPU, the index has all nodes, because reading
+        ``active`` would wait. With ``sampled``, ``children`` has the width of ``Proposal.prob_index``.
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
@@ -336,7 +320,6 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
-        # True except on a CPU, because reading would wait.
         return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 
@@ -344,8 +327,8 @@ def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
     ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score is the logarithm of the
-    product of the drafter's probabilities along its path. A parent therefore scores above its children, and the kept
-    nodes form a tree. All rows get the same number of nodes.
+    product of the drafter's probabilities along its path, so a parent scores above its children and the kept nodes form
+    a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
