@@ -120,11 +120,9 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Return the shape of the trees with these ``parents`` [B or 1, N]; the root and padding have -1.
-
-        Children are listed in the order of their nodes. ``width`` is an upper bound of the number of children of a
-        node; with None, children are counted, which waits for the device.
-        """
+        """Return the shape of the trees with these ``parents`` [B or 1, N]; the root and padding have -1. Children are
+        listed in the order of their nodes. ``width`` is an upper bound of the number of children of a node; with None,
+        children are counted, which waits for the device."""
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]
         above = parents.clamp(min=0)

@@ -29,11 +29,9 @@ from drafthead.system.devices import on_device
 
 
 class TreeCache:
-    """What the layers of a model keep of one row or of several rows with different lengths.
-
-    The last ``pending`` positions of each row are a token tree whose states are stored but not committed.
-    ``commit_path`` commits one path of the tree and moves only the accepted entries. ``crop`` drops the tree.
-    """
+    """What the layers of a model keep of one row or of several rows with different lengths. The last ``pending``
+    positions of each row are a token tree whose states are stored but not committed. ``commit_path`` commits one path
+    of the tree and moves only the accepted entries. ``crop`` drops the tree."""
 
     def __init__(
         self, shape: CacheShape, kinds: list[Layers], rows: list[Row], *, capacity: int, skipped: int = 0
@@ -145,10 +143,8 @@ class TreeCache:
 
     def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
         """Return the additive mask [1, 1, N, K] of all nodes of a static ``tree`` for one row, as a view into a buffer.
-
         ``buffers`` stores a buffer per tree: zeros, then the tree's ancestor mask. The view that starts n columns
-        before the ancestor mask is the mask after n committed positions, so no step writes a mask.
-        """
+        before the ancestor mask is the mask after n committed positions, so no step writes a mask."""
         nodes, held = len(shape), self.capacity - self.skipped
         buffer = buffers.get(tree)
         if buffer is None or buffer.shape[1] < held + nodes:
@@ -226,10 +222,8 @@ class TreeCache:
 
     def selected(self, positions_LHS: Tensor, room: int) -> "TreeCache":
         """Return a cache with copies of S selected ascending positions [L, H, S] of one row, and ``room`` free ones.
-
         The selected positions fill its memory from index 0 on. New tokens still count their positions from ``length``.
-        All layers are equal.
-        """
+        All layers are equal."""
         (kind,), rows = self.kinds, [Row(self.length)]
         assert isinstance(kind, FullLayers)
         index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])

@@ -80,11 +80,9 @@ class AcceptanceRule:
 
 
 def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
-    """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling.
-
-    A node is accepted if it and all its ancestors equal the target's argmax at their parents. Of equal children, the
-    first is taken. ``target_BN`` [B, N] int64 has the argmax after every node.
-    """
+    """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling. A
+    node is accepted if it and all its ancestors equal the target's argmax at their parents. Of equal children, the
+    first is taken. ``target_BN`` [B, N] int64 has the argmax after every node."""
     shape = proposal.shape
     parents = shape.parents.expand(target_BN.shape)
     # A draft must equal the argmax after its parent. Padding (parent -1) never matches.
@@ -237,9 +235,8 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
     Lossless; accepts on average at least as many drafts as ``speculative``. Let w_0 = 1 and
     w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of w_i p_{i+1} - q_{i+1}.
     The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n drafts with probability
-    w_n. The longest prefix that passes is accepted. If it has i < n drafts, the bonus is drawn from the positive part
-    of
-    w_i p_{i+1} - q_{i+1}, normalised; else from p_{n+1}.
+    w_n. The longest prefix that passes is accepted. If it has i < n drafts, the bonus is drawn from the normalised
+    positive part of w_i p_{i+1} - q_{i+1}; else from p_{n+1}.
     """
     tokens = proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)

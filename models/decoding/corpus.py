@@ -26,10 +26,8 @@ def generate_answers(
     max_prompt_tokens: int = 512,
 ) -> Iterator[Answer]:
     """Yield answers in the order in which they finish. Up to rounding, an answer depends on its seed and prompt only.
-
     Empty prompts and those longer than ``max_prompt_tokens`` are skipped. With ``keep_hidden_states``, answers have the
-    final hidden states that decoding computes anyway, float16 [len(input_ids) - 1, width].
-    """
+    final hidden states that decoding computes anyway, float16 [len(input_ids) - 1, width]."""
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
         sampler=Sampler(temperature=sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p),

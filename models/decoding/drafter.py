@@ -142,6 +142,7 @@ class DraftConfig:
 
     @property
     def is_chain(self) -> bool:
+        """True for a static tree in which no node has two children."""
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
     def truncate(self, depth: int) -> "DraftConfig":

@@ -24,11 +24,9 @@ MISSING = -1  # stands for a child that cannot be drawn: the distribution has fe
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64.
-
-    With replacement, samples are independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed
-    and the rest renormalised (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``.
-    """
+    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64. With replacement, samples are
+    independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed and the rest renormalised
+    (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``."""
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
         repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
@@ -64,11 +62,9 @@ class TreeLevel:
 
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary: int) -> tuple[TreeLevel, ...]:
-    """Return the levels of ``tree``, from the root's children on.
-
-    With ``sampled`` candidates, a node's first child takes the first sample, and so on. With top-k candidates, a child
-    takes the candidate of its own rank, or the last one if the rank exceeds the draft vocabulary of ``vocabulary`` ids.
-    """
+    """Return the levels of ``tree``, from the root's children on. With ``sampled`` candidates, a node's first child
+    takes the first sample, and so on. With top-k candidates, a child takes the candidate of its own rank, or the last
+    one if the rank exceeds the draft vocabulary of ``vocabulary`` ids."""
     tensor = partial(on_device, device=device)
     levels = []
     frontier, slots = [0], [-1] * len(tree)
@@ -114,8 +110,7 @@ class LogitsSource(ABC):
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the draft logits [B, F, W] after the nodes of the next level; in the first call, that is the root
-        alone.
+        """Return the draft logits [B, F, W] after the nodes of the next level, in the first call after the root alone.
 
         ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
         nodes of the previous call. A result [B, 1, W] means that all nodes of the level have the same distribution.
@@ -216,8 +211,7 @@ def grow(
 
 
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
-    """Return, for each node of ``tree``, the index [N] int64 of its children's distribution in ``probs`` joined on axis
-    1.
+    """Return, for each node of ``tree``, the index [N] int64 in the joined ``probs`` of its children's distribution.
 
     Each level has a tensor [B, F, V] in the order ``slots`` in which the drafter ran over the nodes, or [B, 1, V] if
     all nodes of a level share one distribution.
@@ -284,10 +278,8 @@ class _Stopping:
 
     def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
         """Add a level's nodes, apply ``confidence_threshold``, and return False if it leaves no node to draft after.
-
         ``exists`` marks the sampled nodes that exist, and ``likelihood`` has the drafter's probabilities of top-k
-        nodes, [B, M] each. Without ``likelihood``, and on devices other than CPUs, the result is always True.
-        """
+        nodes, [B, M] each. Without ``likelihood``, and on devices other than CPUs, the result is always True."""
         if not self.cuts:
             return True
         children = self._expandable[:, level.parents]
@@ -299,11 +291,9 @@ class _Stopping:
         return likelihood is None or self._any_expandable()
 
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
-        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees.
-
-        A node that does not exist in a row is padding there. Except on a CPU, the index has all nodes, because reading
-        ``active`` would wait. With ``sampled``, ``children`` has the width of ``Proposal.prob_index``.
-        """
+        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees. A node
+        that does not exist in a row is padding there. Except on a CPU, the index has all nodes, because reading
+        ``active`` would wait. With ``sampled``, ``children`` has the width of ``Proposal.prob_index``."""
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
         if not self.cuts or (is_host(device) and bool(active.all())):

@@ -31,10 +31,8 @@ INITIAL_CAPACITY = 256  # spare positions of a new cache; capacity doubles when 
 
 def add_nodes(ancestors: Tensor | None, parents: Tensor) -> Tensor:
     """Return the mask ``ancestors`` of pending tree nodes with F more nodes per row: [B, P, P] -> [B, P + F, P + F].
-
     [i, j] is true if node j is node i or one of its ancestors. ``parents`` [B, F] int64 are the new nodes' parents as
-    numbers from 0 to P - 1. With ``ancestors`` None, P is 0, and ``parents`` is not used.
-    """
+    numbers from 0 to P - 1. With ``ancestors`` None, P is 0, and ``parents`` is not used."""
     new = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
     if ancestors is None:
         return new
@@ -78,10 +76,9 @@ class NodeCache(ABC):
     @abstractmethod
     def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
         """Run the model or the layers over ``inputs`` [B, F, ...] after those in ``cache``; return outputs [B, F, D].
-
         Without ``ancestors``, the inputs are a chain, and the first ``counts`` (None: all) of each row are committed.
-        With the mask ``ancestors`` [B, P, P] of all pending nodes, the inputs are the last F of them and stay pending.
-        """
+        With the mask ``ancestors`` [B, P, P] of all pending nodes, the inputs are the last F of them and stay
+        pending."""
 
     @property
     def lengths(self) -> list[int]:

@@ -82,6 +82,7 @@ class Sampler:
 
     @property
     def plain_greedy(self) -> bool:
+        """True if the token is the argmax of the logits, without a repetition penalty."""
         return self.greedy and not self.reads_context
 
     @property

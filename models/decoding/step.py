@@ -186,8 +186,8 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill the rows one by one, set each row's last token, and return the base's final states of each prompt,
-        [T, D].
+        """Prefill the rows one by one, set each row's last token, and return the base's final states [T, D] of each
+        prompt.
 
         ``rng`` draws the first answer tokens (None: greedy decoding) unless ``first`` [B] int64 has them already. The
         prompts replace the answers of ``rows``: a single one, or None for all.
@@ -238,11 +238,9 @@ class DecodeState:
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, most_tokens: list[int] | None = None
     ) -> Step:
-        """Draft, verify, accept and commit for all rows.
-
-        ``seeds`` and ``positions`` (tokens in each row's answer) decide the random numbers. ``depth`` and
-        ``most_tokens`` limit the levels to draft, and the tokens to commit in each row; None: no limit.
-        """
+        """Draft, verify, accept and commit for all rows. ``seeds`` and ``positions`` (tokens in each row's answer)
+        decide the random numbers. ``depth`` and ``most_tokens`` limit the levels to draft, and the tokens to commit in
+        each row; None: no limit."""
         started = perf_counter()
         proposal = self._draft(seeds, positions, depth)
         drafted = self._time()

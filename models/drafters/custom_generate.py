@@ -108,11 +108,9 @@ _folder = lru_cache(maxsize=8)(resolve_folder)  # looks up a Hub repository once
 
 
 def _arguments_of_generate() -> dict[str, Any]:
-    """Return the arguments of the running ``model.generate``, if one is running.
-
-    transformers does not pass streamer, tokenizer and ``custom_generate`` to a custom function, so they are read from
-    the stack. Keywords come from the frame that called ``generate``, because ``generate`` changes its own copy.
-    """
+    """Return the arguments of the running ``model.generate``, if one is running. transformers does not pass streamer,
+    tokenizer and ``custom_generate`` to a custom function, so they are read from the stack. Keywords come from the
+    frame that called ``generate``, because ``generate`` changes its own copy."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:

@@ -86,7 +86,8 @@ class DrafterConfig:
         parse_drafter(self.drafter)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
-        """Return the drafter of these settings and its draft config; the word ``head`` stands for ``head``."""
+        """Return the drafter of these settings, in which the word ``head`` stands for ``head``, and its draft
+        config."""
         return build_drafter(parse_drafter(self.drafter), base, head, head_config, self.tree_nodes)
 
 

@@ -54,11 +54,9 @@ class TokenBuffer:
 
 
 class PromptLookup(Drafter):
-    """A drafter that searches a row's prompt and answer for earlier occurrences of its last tokens.
-
-    Drafts are a function of the context, so they are top-k candidates for any ``draft_sampling``. Only depth and number
-    of nodes of a ``DraftConfig`` are used.
-    """
+    """A drafter that searches a row's prompt and answer for earlier occurrences of its last tokens. Drafts are a
+    function of the context, so they are top-k candidates for any ``draft_sampling``. Only depth and number of nodes of
+    a ``DraftConfig`` are used."""
 
     def __init__(
         self,
@@ -125,10 +123,8 @@ class PromptLookup(Drafter):
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the positions after the M best matches in ``text``, and the matches' lengths (0: none), [B, M] each.
-
         In "a b c a b", the n-gram "b" ends before the positions 2 and 5, and so does the longer "a b". The one that
-        ends the text is not a match with earlier tokens, so the result is position 2, with length 2.
-        """
+        ends the text is not a match with earlier tokens, so the result is position 2, with length 2."""
         (rows, width), ends = text.tokens.shape, text.ends
         device = text.tokens.device
         length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens before position e

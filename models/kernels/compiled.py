@@ -1,7 +1,6 @@
 """Matrix products for a few rows, bound by reading the weight: ``skinny.cpp``, compiled for this CPU at first use.
 
-This needs Linux and a C++ compiler (``CXX``, else ``g++``). Without them, torch's products are used. N outputs, K
-inputs.
+It needs Linux and a C++ compiler (``CXX``, else ``g++``); otherwise torch's products are used. N outputs, K inputs.
 """
 
 import ctypes

@@ -19,11 +19,9 @@ from drafthead.models.kernels.private_apis import CACHE, is_gemma_norm, stock_pa
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
-
-    ``F.rms_norm`` would run a dozen operations there. Other devices, which have a kernel for it, and lower precisions,
-    which need its float32 arithmetic, use ``F.rms_norm``.
-    """
+    """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``. ``F.rms_norm``
+    would run a dozen operations there. Other devices, which have a kernel for it, and lower precisions, which need its
+    float32 arithmetic, use ``F.rms_norm``."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -150,10 +148,8 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
 
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
     """Return a trainable float32 stock decoder layer with the weights of ``layer`` of a base, which may be fused.
-
     ``layer_idx`` is its index in a cache. The config chooses the kind of layer, such as sliding-window attention, by
-    the index ``source`` of ``layer`` in the base.
-    """
+    the index ``source`` of ``layer`` in the base."""
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
     with torch.device(device):
         stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)

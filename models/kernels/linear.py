@@ -247,11 +247,9 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
 
 
 def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows.
-
-    A submodule with a method ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype``
-    (None: their own), other weights are shared. Make a new copy after a packed weight has changed.
-    """
+    """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows. A submodule with a method
+    ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype`` (None: their own), other
+    weights are shared. Make a new copy after a packed weight has changed."""
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)
     twin = copy(module)

@@ -44,9 +44,8 @@ class Span:
 
 
 class PackedMask(BlockMask):
-    """The keys that each query of packed rows sees, as ranges. A block mask, because transformers gives those to the
-    attention unchanged, as it does with four-dimensional tensors. Our attention reads the fields below instead of
-    blocks."""
+    """The keys that each query of packed rows sees, as ranges. It is a block mask because transformers gives block
+    masks to the attention unchanged. Our attention reads the fields below instead of blocks."""
 
     ndim = 4
     __repr__ = object.__repr__

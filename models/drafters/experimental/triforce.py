@@ -162,11 +162,9 @@ class TriForceSession(NestedSession):
             self._budget = None
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the cache of selected positions, brought up to date with the committed tokens.
-
-        New tokens are added, or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last
-        committed token; the policy ``retrieval`` runs the target over it, to get its queries. ``depth`` is not used.
-        """
+        """Return the cache of selected positions, brought up to date with the committed tokens. New tokens are added,
+        or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last committed token; the
+        policy ``retrieval`` runs the target over it, to get its queries. ``depth`` is not used."""
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:
             source = self._context.shared_cache(1, 0)

@@ -27,11 +27,9 @@ SEED_BYTES = 8
 
 
 class VerticalCascade(LMDrafter):
-    """A drafter of chains: a draft model whose tokens are themselves decoded speculatively, with an inner drafter.
-
-    With top-k candidates, the model decodes greedily. Otherwise it samples with the outer ``DraftConfig``'s sampler,
-    and its distributions are part of the proposal. A confidence threshold has no effect.
-    """
+    """A drafter of chains: a draft model whose tokens are themselves decoded speculatively, with an inner drafter. With
+    top-k candidates, the model decodes greedily. Otherwise it samples with the outer ``DraftConfig``'s sampler, and its
+    distributions are part of the proposal. A confidence threshold has no effect."""
 
     def __init__(
         self,
@@ -162,11 +160,9 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 
 def _decoded(decoding: DecodeState, committed: list[int], count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Decode ``count`` = K tokens in every row; row b continues after ``committed[b]`` tokens.
-
-    Decoding continues until the slowest row has K tokens; further tokens of faster rows are dropped. Return the tokens
-    [B, K] int64 and the distributions they were sampled from, [B, K, V]; None if decoding is greedy.
-    """
+    """Decode ``count`` = K tokens in every row; row b continues after ``committed[b]`` tokens. Decoding continues until
+    the slowest row has K tokens; further tokens of faster rows are dropped. Return the tokens [B, K] int64 and the
+    distributions they were sampled from, [B, K, V]; None if decoding is greedy."""
     tokens: list[list[int]] = [[] for _ in seeds]
     probs: list[list[Tensor]] = [[] for _ in seeds]
     while min(map(len, tokens)) < count:
