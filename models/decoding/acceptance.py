@@ -41,7 +41,8 @@ class Acceptance:
     nodes: Tensor  # [B, 1 + D] int64: root and accepted nodes in order, padded with 0
     accepted: Tensor  # [B] int64: accepted drafts, root excluded
     bonus: Tensor  # [B] int64: the target's own token after the last accepted one
-    probs: Tensor | None = None  # [B, 1 + D, V]: the target's distributions after ``nodes``, then zeros; if requested
+    probs: Tensor | None = None  # [B, 1 + D, V] target's distributions after ``nodes``, then zeros
+    # Only if requested, and never from ``greedy`` and ``typical``.
 
 
 @settings(frozen=True, kw_only=True)
