@@ -94,6 +94,13 @@ def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
     assert record["chunked"]["loss"] == pytest.approx(record["whole"]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_sharded_base_trains_as_a_whole_one(script: Load, tmp_path: Path) -> None:
+    script("shard_memory").main(["--hidden", "32", "--layers", "2", "--json", str(tmp_path / "memory.json")])
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert record["loss_difference"] < 1e-5 and len(record["processes"]["full"]) == 2
+
+
 # Heads ---------------------------------------------------------------------------------------------------------
 
 

@@ -356,10 +356,10 @@ def load_shards(
         model._apply(allocated)
         model.tie_weights()
         read_shards(model, tensors)
-        with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
-            model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+    with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
+        model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     return model, tokenizer
 
 

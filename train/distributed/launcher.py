@@ -25,7 +25,6 @@ REJECTED = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "use shard=full"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "use shard=full, and shard.hybrid=true over nodes"),
 }
-"""Environment variables that turn on other ways to shard, each with the name of the way and what to use instead."""
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 FSDP = {
     "VERSION": ("2", "1"),
@@ -42,20 +41,19 @@ FSDP = {
     # Checkpoints hold full tensors, so that any number of processes can resume.
     "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
-"""Settings of accelerate's FSDP plugin, and the values that this program supports."""
-NO_EFFECT = (
+"""Settings of accelerate's FSDP plugin, and the supported values."""
+NO_EFFECT = (  # accepted with any value
     "MIN_NUM_PARAMS",  # of a wrap policy that is rejected
     "FORWARD_PREFETCH",  # always done
     "USE_ORIG_PARAMS",  # always true in FSDP2
-    "SYNC_MODULE_STATES",  # every process reads the same weights
-    "CPU_RAM_EFFICIENT_LOADING",  # every process reads the same weights
+    "SYNC_MODULE_STATES",  # every process reads its share of the weights
+    "CPU_RAM_EFFICIENT_LOADING",  # the same
 )
-"""Settings of accelerate's FSDP plugin that are accepted with any value, because they cannot change this training."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's access to the run's other processes, their devices, the sharding and the console."""
+    """The run's processes, devices, sharding and console."""
 
     accelerator: Accelerator
     processes: Processes
@@ -64,7 +62,6 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """True on the process that prints and writes."""
         return bool(self.accelerator.is_main_process)
 
 
@@ -86,7 +83,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
     """Return the processes that share a corpus: all of them, or with ``per_node_data`` those of this node.
 
-    In both cases the group's ``wait`` waits for the processes of all nodes.
+    The group waits for the processes of all nodes.
     """
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
@@ -95,9 +92,9 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` changed by accelerate's environment variables; then set them to no FSDP, no mixed precision.
+    """Return ``shard`` changed by accelerate's environment variables, and reset them.
 
-    They are reset because transformers reads them too, and would load weights on the first process only.
+    transformers reads them too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"

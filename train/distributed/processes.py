@@ -21,18 +21,16 @@ from drafthead.errors import UserError
 from drafthead.train.distributed.signals import Stopped
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives. It is long, because processes wait for the process that generates answers."""
+"""Timeout of collectives. It is long, because processes wait for answers that another one generates."""
 _BEAT_S = 1.0
 _GRACE_S = 5 * _BEAT_S
-Ending = tuple[int | str | None, str]
-"""Exit code of a process, and its last line of output."""
+Ending = tuple[int | str | None, str]  # exit code and last line of output
 
 
 class Processes:
-    """Communication of this process with the run's other processes. Create it on all processes at the same time."""
+    """Communication of this process with the run's other processes. All processes must call its methods together."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
-        """Create the gloo group. A process that is silent for ``heartbeat_timeout_s`` seconds counts as failed."""
         is_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.count = dist.get_world_size() if is_group else 1
         self.rank = dist.get_rank() if is_group else 0
@@ -40,7 +38,7 @@ class Processes:
         self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if is_group else None
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest ``value`` that any process passes. All processes must call this, to agree on stopping."""
+        """Return the largest ``value`` that any process passes."""
         if self._group is None:
             return value
         largest = torch.tensor([value])
@@ -48,7 +46,7 @@ class Processes:
         return int(largest)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every process, by rank. All processes must call this."""
+        """Return the ``value`` of every process, by rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -57,10 +55,7 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Watch the other processes while the block runs, and end this process if one of them fails.
-
-        A process fails by an error, or by sending no heartbeat for the timeout. This process ends a few seconds later.
-        """
+        """End this process, a few seconds later, if another one fails or sends no heartbeat for the timeout."""
         if self._group is None:
             yield
             return
@@ -82,8 +77,6 @@ class Processes:
 
 @dataclass
 class _Peer:
-    """The latest message of another process, and the time at which it arrived."""
-
     last_change: float
     message: bytes = b""
     name: str = "never seen"
@@ -93,10 +86,8 @@ class _Peer:
 class _Heartbeat:
     """A thread that tells the other processes every second that this one runs, and checks that they run too.
 
-    The processes leave their messages in torch's rendezvous store.
-
-    torchrun cannot replace this thread. It reports a process that died. For a process that hangs, it reports the
-    healthy process that gave up waiting (docs/dev/log.md).
+    The messages are in torch's rendezvous store. Neither torchrun nor torch's monitored barrier can replace them
+    (docs/dev/log.md): a collective on a device never returns, and processes may wait for answers for hours.
     """
 
     def __init__(self, rank: int, count: int, timeout_s: float) -> None:
@@ -113,7 +104,7 @@ class _Heartbeat:
         self._thread.start()
 
     def stop(self, ending: Ending) -> None:
-        """Stop the thread, and send this process's exit code and last line, so that others need not wait for them."""
+        """Stop the thread, and tell the others this process's exit code and last line."""
         self._stopping.set()
         try:
             self._send(ending)
@@ -125,10 +116,7 @@ class _Heartbeat:
             time.sleep(3 * _BEAT_S)  # rank 0 may host the store, from which the others read the reason
 
     def find_culprit(self) -> tuple[int, str] | None:
-        """Wait a few seconds for the cause of a failed collective; return the exit code and line with which to end.
-
-        Return None if all other processes are alive, so that the error is this process's own.
-        """
+        """Wait some seconds for the cause of a failed collective; return an ending, or None if all others are alive."""
         self._main_thread_ends.set()
         silence = min(self.timeout_s, _GRACE_S)
         deadline = time.monotonic() + silence + 2 * _BEAT_S
@@ -173,10 +161,7 @@ class _Heartbeat:
                     _, peer.name, peer.ending = json.loads(message)
 
     def _cause(self, silence: float) -> tuple[int, str] | None:
-        """Return the exit code and line with which to end because another process has failed; None if none has.
-
-        A process that sent nothing for ``silence`` seconds has failed too.
-        """
+        """Return an ending if another process has failed, or has sent nothing for ``silence`` seconds; else None."""
         now, reason = time.monotonic(), ""
         for rank, peer in self._peers.items():
             if peer.ending is not None and peer.ending[0]:

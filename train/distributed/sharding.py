@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,14 @@ class ShardConfig:
 
 
 def _return_freed_memory() -> None:
-    """Let glibc return freed blocks from 8 MB on at once. Its heap would keep the memory of every gathered layer."""
+    """Let glibc return freed blocks from 1 MB on at once. Its heap would keep the memory of every gathered layer."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**23)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def checkpoint_activations(head: nn.Module) -> None:
     """Turn on activation checkpointing in the layers of ``head``, its own and transformers' ones."""
+    module: Any
     for module in head.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = True
@@ -199,7 +200,7 @@ def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[d
     All processes must call this. The results are on the CPU of the main process, and empty on the others.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    weights, state = get_state_dict(head, optimizers, options=options)
+    weights, state = cast("tuple[dict[str, Any], dict[str, Any]]", get_state_dict(head, optimizers, options=options))
     return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 

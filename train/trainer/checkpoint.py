@@ -48,14 +48,13 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]
-    """Progress of what was trained, as passed to ``save_checkpoint``."""
     head: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     rng: list[dict[str, Tensor]]
-    """One state per rank of the run that saved the checkpoint, for ``restore_rng``."""
+    """Random states by rank, for ``restore_rng``."""
     manifests: dict[str, Any]
     warnings: tuple[str, ...] = ()
-    """A line for every newer checkpoint that was skipped because it is damaged."""
+    """A line for every newer checkpoint, which is damaged."""
 
 
 def capture_rng() -> dict[str, Tensor]:
@@ -82,19 +81,12 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint ``folder/step-<step>`` and return its path. Call this on one process only.
 
+    ``state`` is the progress in JSON values; its ``score``, if any, decides which checkpoint is the best. ``head`` and
+    ``optimizer`` are what ``full_state_dict`` returns, ``rng`` has the ``capture_rng`` of each process by rank.
+
     All but the newest ``keep`` checkpoints and the best one are removed, and the link ``best`` is updated. Checkpoints
     of later steps are also removed: since the run did not resume from them, they are damaged or belong to an earlier
     run.
-
-    Args:
-        folder: Folder of all checkpoints of the run.
-        step: Number in the checkpoint's name.
-        state: Progress, as JSON values; ``score``, if any, decides which checkpoint is the best.
-        head: State dict of the head, with full tensors on the CPU.
-        optimizer: Moments, as ``full_state_dict`` returns them.
-        rng: Results of ``capture_rng``, one per process, by rank.
-        manifests: Manifests of the corpora on which the head was trained, by their name.
-        keep: Number of newest checkpoints to keep.
     """
     by_rank = {f"rank.{rank}.{name}": t for rank, states in enumerate(rng) for name, t in states.items()}
     contents = {HEAD: dict(head), OPTIMIZER: dict(optimizer), RNG: by_rank}
@@ -126,10 +118,9 @@ def save_checkpoint(
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Load the newest intact checkpoint of ``folder``; return None if the folder has no checkpoint.
+    """Load the newest checkpoint of ``folder``, or None; damaged ones are skipped and listed in ``warnings``.
 
-    Damaged checkpoints (a missing file, a wrong checksum) are skipped and listed in ``Checkpoint.warnings``. If all are
-    damaged, raise a ``UserError``.
+    If all are damaged, raise a ``UserError``.
     """
     paths = checkpoints(folder)
     warnings: list[str] = []
@@ -147,10 +138,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """Load the checkpoint with the largest score, of equal ones the latest; return None if none has a score.
-
-    Raise a ``UserError`` if the best checkpoint is damaged.
-    """
+    """Load the checkpoint with the largest score, of equal ones the latest; None if none has a score."""
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 

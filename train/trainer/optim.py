@@ -100,8 +100,9 @@ def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = []
     if muon_groups:
         # Scaled to the size of AdamW's updates (2502.16982).
-        scaled = {"lr": config.lr, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers.append(torch.optim.Muon(_torch_groups(muon_groups, config), **scaled))
+        matrices, momentum = _torch_groups(muon_groups, config), config.momentum
+        muon = torch.optim.Muon(matrices, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
     if adamw_groups:
         # torch's multi-tensor operations cannot mix sharded and whole parameters.
         mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())

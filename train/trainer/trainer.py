@@ -196,7 +196,6 @@ class Trainer:
             yield from split_rows(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all processes."""
         if self.processes.count == 1:
             return value
         reduced: torch.Tensor = self.launch.accelerator.reduce(value, "sum")
@@ -269,19 +268,16 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def _record_score(self, score: float) -> bool:
-        """Record a held-out mean accepted length; return True if it is the largest of the run so far.
-
-        All processes must call this at the same time. The score of rank 0 counts.
-        """
+        """Record a held-out mean accepted length; return True if it is the largest of the run so far."""
         self.state.score = score = self.processes.gather(score)[0]  # either all processes save or none
         is_best = self.best_score is None or score > self.best_score
         self.best_score = score if is_best else self.best_score
         return is_best
 
     def _save(self, optimizers: Sequence[torch.optim.Optimizer], end_of_phase: bool) -> None:
-        """Save a checkpoint on the main process; all processes must call this. Reject weights that are not finite.
+        """Save a checkpoint, from which a run resumes with the next phase at the ``end_of_phase``.
 
-        ``end_of_phase``: the phase is finished, so that a resumed run starts with the next one.
+        Weights that are not finite are an error.
         """
         weights, moments = full_state_dict(self.head, optimizers)
         rng, state = self.processes.gather(checkpoint.capture_rng()), self.state
@@ -304,10 +300,7 @@ class Trainer:
         )
 
     def _restore(self) -> Checkpoint | None:
-        """Restore head, ``state`` and random generators from the newest intact checkpoint, on every process.
-
-        Return the checkpoint, whose moments the caller must load; None if there is no checkpoint.
-        """
+        """Restore head, ``state`` and random generators from the newest checkpoint; return it for its moments."""
         newest, processes = checkpoint.load_latest(self.checkpoints), self.processes
         names = processes.gather(None if newest is None else newest.path.name)
         odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
@@ -357,7 +350,6 @@ class Trainer:
                 )
 
     def _diverged(self, reason: str) -> UserError:
-        """Return the error that ends a diverged run; ``reason`` says how it diverged."""
         name = list(self.run.phases)[self.state.phase]
         return UserError(
             f"phase {name}, step {self.state.step}: {reason}; training stopped, and {self.checkpoints} has the last "

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parity import PASSED, READING, check_key
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
@@ -100,8 +103,25 @@ def load_base(tied: bool = False) -> BaseModel:
     return random_base(TINY | {"tie_word_embeddings": tied}, prepack=False)
 
 
-def build_head(case: Case) -> DraftHead:
-    base = load_base(case.tied)
+def read_shards(base: BaseModel, sharding: Sharding) -> BaseModel:
+    """Save ``base``, and load this process's share of it as a run does, with the check at load."""
+    PASSED.clear()
+    with TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        base.model.save_pretrained(folders[0])  # only process 0 saves
+        dist.barrier()
+        config = BaseConfig(name=folders[0], tokenizer="builtin:tiny", dtype="float32", prepack=False)
+        sharded = BaseModel.load(config, shard=sharding.shard_layers)
+        dist.barrier()
+    assert check_key(sharded, READING) in PASSED and sharded.fingerprint == base.fingerprint
+    return sharded
+
+
+def build_head(case: Case, sharding: Sharding | None = None) -> DraftHead:
+    base, config = load_base(case.tied), case.head
+    if sharding is not None and sharding.shards_base and not (config.needs_layers or config.starts_from_layers):
+        base = read_shards(base, sharding)
     size = case.head.draft_vocab_size
     torch.manual_seed(1)
     head = case.head.build(base, None if size is None else torch.arange(0, 2 * size, 2))
@@ -160,7 +180,7 @@ def begin(
     case: Case, saved: dict[str, Any] | None = None, sharding: Sharding | None = None
 ) -> tuple[DraftHead, list[torch.optim.Optimizer]]:
     """Return the head and its optimiser, new or from a ``saved`` state."""
-    head = build_head(case)
+    head = build_head(case, sharding)
     if saved is not None:
         head.load_state_dict(saved["weights"])
     if sharding is not None:
@@ -217,6 +237,28 @@ def spread(name: str, rank: int) -> dict[str, Any]:
     }
 
 
+FAMILIES = {
+    "gemma3_text": {"tie_word_embeddings": True},
+    "gpt_neox": {},
+    "olmo": {},  # its norms have no weights
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},  # stacked when read
+}
+
+
+def families() -> dict[str, int]:
+    """Return the number of values of a sharded base that this process holds by family, if all of them are right."""
+    held = {}
+    for kind, settings in FAMILIES.items():
+        whole = random_base(TINY | {"model_type": kind} | settings, prepack=False)
+        sharded = read_shards(whole, Sharding(FULL, torch.device("cpu")))
+        found = sharded.model.state_dict()
+        for name, expected in whole.model.state_dict().items():
+            tensor = found[name]
+            assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, expected), (kind, name)
+        held[kind] = sum(local(p).numel() for p in sharded.model.model.layers.parameters())
+    return held
+
+
 def local(parameter: Tensor) -> Tensor:
     """Return this process's shard of ``parameter``."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -228,7 +270,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=PROCESSES)
     for name in names:
-        torch.save(spread(name, rank), folder / f"{name}.{rank}.pt")
+        result = families() if name == "families" else spread(name, rank)
+        torch.save(result, folder / f"{name}.{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from drafthead.eval.engines.served import free_port
 from drafthead.files.local import read_json_lines
+from drafthead.models.base import base_model
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
@@ -43,6 +45,13 @@ def train(folder: Path, recipe: str, *more: str) -> Path:
     return folder / "run"
 
 
+def stored_base(folder: Path) -> list[str]:
+    """Save the tiny base, so that a process can read its share; return settings that name it."""
+    run, _ = composed(folder, *overrides_of("medusa_smollm2", STOCK))
+    BaseModel.load(run.base).model.save_pretrained(folder / "base")
+    return [f"base.name={folder / 'base'}", "base.random=false"]
+
+
 def places(folder: Path, corpora: str = "corpora") -> list[str]:
     return [f"out={folder / 'run'}", f"data.folder={folder / corpora}"]
 
@@ -63,15 +72,26 @@ def assert_same(found: Path, wanted: Path) -> None:
 
 def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
     """Also if it resumes with another sharding, because checkpoints do not depend on the sharding."""
-    plain = train(tmp_path / "plain", "medusa_smollm2", STOCK, TRAINED)
-    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
-    sharded = train(tmp_path / "sharded", "medusa_smollm2", "shard=full", STOCK)
+    stock = [STOCK, *stored_base(tmp_path)]
+    plain = train(tmp_path / "plain", "medusa_smollm2", *stock, TRAINED)
+    sharded = train(tmp_path / "sharded", "medusa_smollm2", "shard=full", *stock)
     assert_same(sharded, plain)
     assert not torch.distributed.is_initialized()
     load_base_and_head(sharded / "head")
 
-    forget_after(sharded, 5)
-    assert_same(train(tmp_path / "sharded", "medusa_smollm2", "shard=head", STOCK, TRAINED), plain)
+    for mode in ("full", "head"):
+        forget_after(sharded, 5)
+        assert_same(train(tmp_path / "sharded", "medusa_smollm2", f"shard={mode}", *stock, TRAINED), plain)
+
+
+def test_no_process_loads_a_whole_base_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the answers are there. Also with the hidden states of early layers, which all processes compute together."""
+    stock = [STOCK, *stored_base(tmp_path), "phases.distill.store_hidden_states=true"]
+    plain = train(tmp_path / "plain", "eagle3_smollm2", *stock, TRAINED)
+    shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
+    shutil.rmtree(tmp_path / "sharded" / "corpora" / "states", ignore_errors=True)
+    monkeypatch.setattr(base_model, "load_weights", lambda *_, **__: pytest.fail("it loads the whole base"))
+    assert_same(train(tmp_path / "sharded", "eagle3_smollm2", "shard=full", *stock, TRAINED), plain)
 
 
 def test_automatic_precision_is_what_was_measured(tiny_base: TinyBase) -> None:
@@ -113,6 +133,7 @@ def rows(count: int, recipe: str) -> list[str]:
 )
 def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...], shard: str, tmp_path: Path) -> None:
     """Half the rows on each."""
+    options = (*options, *stored_base(tmp_path))
     plain = train(tmp_path / "plain", recipe, STOCK, *options, *rows(2, recipe))
     shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "two" / "corpora")
     # With --cpu, accelerate starts a single process. Without a GPU, our run takes the CPU anyway.

@@ -16,6 +16,8 @@ from drafthead.train.distributed.sharding import ShardConfig, Sharding
 sys.path.insert(0, str(Path(__file__).parent))
 import spread
 
+from support import TINY, random_base
+
 LOSS_TOLERANCE = 1e-5
 """Relative. Sums over processes are taken in another order than sums over micro-batches, in float32."""
 WEIGHT_TOLERANCE = 2e-5
@@ -29,6 +31,7 @@ Results = Callable[[str], list[dict[str, Any]]]
 FAST = (
     "medusa whole", "medusa head", "medusa full, accumulated", "medusa hybrid", "medusa shared and tied",
     "medusa, one part empty", "medusa2 full", "hydra++ recomputed", "eagle3 full", "medusa bf16",
+    "families",
 )  # fmt: skip
 """Every sharding mode, and the heads with the most unusual weights."""
 
@@ -48,7 +51,7 @@ def results(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     @cache
     def run(is_fast: bool) -> None:
         (folder / "meeting").unlink(missing_ok=True)
-        names = [name for name in spread.CASES if (name in FAST) == is_fast]
+        names = [name for name in (*spread.CASES, "families") if (name in FAST) == is_fast]
         script = (spread.__file__, str(folder), *names)
         assert runs.script(folder, *script, processes=spread.PROCESSES, environment=node) == [0, 0], runs.output(folder)
 
@@ -109,6 +112,14 @@ def test_each_process_holds_its_shards(name: str, head: float, layers: int, resu
     for result in results(name):
         assert sum(result["held"].values()) == pytest.approx(head * count, rel=0.01)
         assert result["layer"] == (rows // layers, width)
+
+
+def test_every_process_reads_its_share_of_any_family(results: Results) -> None:
+    for kind, settings in spread.FAMILIES.items():
+        layers = random_base(TINY | {"model_type": kind} | settings, prepack=False).model.model.layers
+        count = sum(parameter.numel() for parameter in layers.parameters())
+        first, second = (result[kind] for result in results("families"))
+        assert first + second == count and abs(first - second) < 0.05 * count, kind
 
 
 def test_adapters_stay_whole(results: Results) -> None:
