@@ -18,6 +18,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parity import DENSE, PASSED
 from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -40,6 +41,7 @@ def test_the_families_most_heads_are_trained_for(name: str, script: Script) -> N
     bases = script("bases")
     outcome = bases.outcome(bases.SHAPES[name], prompts=(60,), heads=False)
     assert outcome.passes, outcome.line(name)
+    assert {key[1] for key in PASSED if key[0] == DENSE} <= {"DogeForCausalLM"}, "others need no dense masks"
 
 
 def test_dspark_says_which_layers_it_cannot_copy(script: Script) -> None:
