@@ -18,10 +18,8 @@ NO_CHILD = 0  # in `TreeShape.children`: node 0 is the root, which is never a ch
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTree:
-    """The shape of a token tree. Node 0 is the root: the last committed token, not yet read by the base.
-
-    A chain of K drafts is the tree with parents (-1, 0, 1, ..., K-1) and ranks (0, 0, ..., 0).
-    """
+    """The shape of a token tree. Node 0 is the root: the last committed token, not yet read by the base. A chain of K
+    drafts has the parents (-1, 0, 1, ..., K-1) and the ranks (0, 0, ..., 0)."""
 
     parents: tuple[int, ...]  # -1 for the root; a parent stands before its children
     ranks: tuple[int, ...]  # among the drafter's candidates after the parent, 0 for the likeliest; 0 for the root
@@ -33,11 +31,9 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
-        """Return the tree whose nodes have these paths of ranks from the root (Medusa's ``choices``).
-
-        Example: (0,) is the likeliest draft, (0, 1) the second likeliest after it. Nodes are numbered by depth, then by
-        path; the root () may be left out. Any other missing parent raises a ValueError.
-        """
+        """Return the tree whose nodes have these paths of ranks from the root (Medusa's ``choices``). Example: (0,) is
+        the likeliest draft, (0, 1) the second likeliest after it. Nodes are numbered by depth, then by path; the root
+        () may be left out. Any other missing parent raises a ValueError."""
         ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
         index: dict[tuple[int, ...], int] = {(): 0}
         for path in ordered:
@@ -85,10 +81,8 @@ class TokenTree:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first(self, nodes: int) -> "TokenTree":
-        """Return the tree of the ``nodes`` nodes, root included, with the smallest depth plus sum of ranks on the path.
-
-        This is a guess at the likeliest nodes, for use without a drafter's probabilities.
-        """
+        """Return the tree of the ``nodes`` nodes, root included, with the smallest depth plus sum of ranks on the path:
+        a guess at the likeliest nodes, for use without a drafter's probabilities."""
         if nodes >= len(self):
             return self
         # A child's sum exceeds its parent's, so the first nodes always form a tree.
@@ -105,20 +99,15 @@ class TokenTree:
 
 
 def causal_mask(count: int, device: torch.device) -> Tensor:
-    """Return the mask [count, count] bool in which a position sees itself and earlier positions.
-
-    On a CPU, torch's ``tril`` starts all threads even for one value, and a comparison does not.
-    """
+    """Return the mask [count, count] bool in which a position sees itself and earlier positions. (On a CPU, torch's
+    ``tril`` starts all threads even for one value; a comparison does not.)"""
     positions = torch.arange(count, device=device)
     return positions[:, None] >= positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """The token trees of a batch, as tensors with one row if all trees are equal.
-
-    Rows with fewer nodes are padded with nodes of parent -1.
-    """
+    """The token trees of a batch; rows with fewer nodes are padded with nodes of parent -1."""
 
     parents: Tensor  # [B or 1, N] int64, -1 for the root and for padding; a parent stands before its children
     depths: Tensor  # [B or 1, N] int64, 0 for the root and for padding
@@ -131,11 +120,9 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Return the shape of the trees with these ``parents`` [B or 1, N]; the root and padding have -1.
-
-        Children are listed in the order of their nodes. ``width`` is an upper bound of the number of children of a
-        node; with None, children are counted, which waits for the device.
-        """
+        """Return the shape of the trees with these ``parents`` [B or 1, N]; the root and padding have -1. Children are
+        listed in the order of their nodes. ``width`` is an upper bound of the number of children of a node; with None,
+        children are counted, which waits for the device."""
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]
         above = parents.clamp(min=0)

@@ -69,7 +69,8 @@ class CheckpointTensors:
         """Name in the checkpoint -> file."""
         self._open: dict[Path, Any] = {}
         for path in files:
-            self._files |= dict.fromkeys(safe_open(path, "pt").keys(), path)
+            file: Any = safe_open(path, "pt")
+            self._files |= dict.fromkeys(file.keys(), path)
         rules = get_model_conversion_mapping(model, key_mapping)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -73,11 +73,9 @@ def smallest(config: PreTrainedConfig, key: str) -> int | None:
 
 
 def without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the same model without decoder layers."""
+    """Return the config of the same model without decoder layers; rotary embeddings still need their types."""
     bare = copy(config)
     bare.num_hidden_layers = 0
-    if getattr(bare, "layer_types", None):
-        bare.layer_types = []
     return bare
 
 

@@ -13,19 +13,16 @@ from drafthead.models.cache.layers import Layers, LayerShape, Row, Sliding
 class CacheShape:
     """Number, shapes, dtype and device of the layers that a cache holds."""
 
-    layers: tuple[LayerShape | None, ...]
-    """Shape of each layer; None: a layer without a cache."""
+    layers: tuple[LayerShape | None, ...]  # None: a layer without a cache
     dtype: torch.dtype
     device: torch.device
 
     def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
         """Return this shape, but with only the latest positions in sliding-window layers; self if that saves nothing.
 
-        Args:
-            windows: number of positions that a query sees in each layer; 0: all.
-            capacity: number of positions in layers without a window.
-            room: largest number of pending (not yet committed) nodes.
-            surplus: number of positions that accumulate before a drop; None: as many as the largest window.
+        ``windows`` has the number of positions that a query sees in each layer (0: all), and ``capacity`` is the number
+        of positions in other layers. ``room`` is the largest number of pending nodes. ``surplus`` positions accumulate
+        before a drop (None: as many as the largest window).
         """
         window = max(windows)
         held = window + room + (window if surplus is None else surplus)
@@ -54,10 +51,8 @@ class CacheShape:
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         return [shapes[0].new(shapes, rows, capacity, zeros) for shapes in self._kinds.values()]
 
-    def nbytes(self, capacity: int) -> int:
-        """Return the bytes of a cache of one row."""
+    def nbytes(self, capacity: int) -> int:  # of one row
         return sum(kind.nbytes for kind in replace(self, device=torch.device("meta")).new([Row()], capacity))
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
-        """Return the cache shape of a model that consists of ``layers`` (indices from 0) and computes in ``dtype``."""
         return replace(self, layers=tuple(self.layers[n] for n in layers), dtype=dtype)

@@ -2,8 +2,7 @@
 
 transformers' attention modules only call ``update(key, value, layer_idx)``. ``TreeCache`` also serves tree
 verification: several passes over one growing tree, commits of the accepted path, and rollbacks. The host knows all
-lengths, so no method waits for the device. ``static_cache.py`` has a cache at fixed addresses. ``layers.py`` knows what
-layers keep; for attention, the keys and values of positions.
+lengths, so no method waits for the device.
 
 A commit in numbers: 10 committed positions and a pending tree of 4 nodes occupy positions 0 to 13. If nodes 0, 1 and 3
 are accepted, ``commit_path`` copies positions 10, 11, 13 to 10, 11, 12 and the length becomes 13. Position 13 still
@@ -30,19 +29,14 @@ from drafthead.system.devices import on_device
 
 
 class TreeCache:
-    """What the layers of a model keep of one row or of several rows with different lengths.
-
-    The last ``pending`` positions of each row are a token tree whose states are stored but not committed.
-    ``commit_path`` commits one path of the tree and moves only the accepted entries. ``crop`` drops the tree.
-    """
+    """What the layers of a model keep of one row or of several rows with different lengths. The last ``pending``
+    positions of each row are a token tree whose states are stored but not committed. ``commit_path`` commits one path
+    of the tree and moves only the accepted entries. ``crop`` drops the tree."""
 
     def __init__(
         self, shape: CacheShape, kinds: list[Layers], rows: list[Row], *, capacity: int, skipped: int = 0
     ) -> None:
-        """Use the layers ``kinds``, which ``shape`` describes, for ``rows`` of up to ``capacity`` positions.
-
-        ``skipped``: number of committed positions that are not in the memory, for a copy of selected positions.
-        """
+        """``skipped``: number of committed positions that are not in the memory, for a copy of selected positions."""
         self.shape, self.skipped, self.capacity = shape, skipped, capacity
         self._rows, self.pending = rows, 0
         self._reach, self._is_chain = 0, False
@@ -56,7 +50,6 @@ class TreeCache:
 
     @classmethod
     def empty(cls, shape: CacheShape, capacity: int, rows: int = 1) -> "TreeCache":
-        """Return an empty cache for ``rows`` rows of ``capacity`` positions, in new memory."""
         new = [Row() for _ in range(rows)]
         return TreeCache(shape, shape.new(new, capacity), new, capacity=capacity)
 
@@ -76,22 +69,18 @@ class TreeCache:
         return len(self._rows)
 
     @property
-    def lengths(self) -> list[int]:
-        """Number of committed positions of each row."""
+    def lengths(self) -> list[int]:  # of committed positions
         return [row.length for row in self._rows]
 
     @property
     def length(self) -> int:
-        """Number of committed positions of the longest row."""
         return max([row.length for row in self._rows])  # quicker than a generator
 
     # Passes ----------------------------------------------------------------------------------------------------
 
     def begin(self, new: int, committed: bool = False, shape: TreeShape | None = None) -> None:
-        """Add ``new`` pending positions per row, for the next forward pass; refuse more than ``capacity``.
-
-        ``committed``: True if all new tokens will be committed. ``shape``: the tree of all pending nodes, if known.
-        """
+        """Add ``new`` pending positions per row for the next pass. ``committed``: all of them will be committed.
+        ``shape``: the tree of all pending nodes, if known. Raise a UserError beyond ``capacity``."""
         self._reach = self.length + self.pending + new
         if self._reach > self.capacity:
             raise UserError(
@@ -108,10 +97,7 @@ class TreeCache:
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int, kwargs: object = None) -> tuple[Tensor, ...]:
         """Write a layer's new keys and values; return all [B, H, K, E] that it holds, up to the longest row's end.
-
-        transformers calls this; ``layer_idx`` counts from 0. ``kwargs`` are the keywords of the attention, which no
-        cache of one sequence per row uses.
-        """
+        transformers calls this with ``layer_idx`` from 0, and ``kwargs`` of the attention that are not used here."""
         layer = self.layers[layer_idx]
         assert layer is not None
         kind, number = layer
@@ -119,7 +105,6 @@ class TreeCache:
 
     @property
     def _before(self) -> int | Tensor:
-        """Number of committed positions: an integer for one row, else a tensor [B, 1]."""
         return self.length if self.rows == 1 else self._lengths_B[:, None]
 
     def positions(self, depths: Tensor) -> Tensor:
@@ -158,10 +143,8 @@ class TreeCache:
 
     def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
         """Return the additive mask [1, 1, N, K] of all nodes of a static ``tree`` for one row, as a view into a buffer.
-
-        ``buffers`` stores a buffer per tree. It has zeros and then the tree's ancestor mask. The view that starts n
-        columns before the ancestor mask is the mask after n committed positions, so no step writes a mask.
-        """
+        ``buffers`` stores a buffer per tree: zeros, then the tree's ancestor mask. The view that starts n columns
+        before the ancestor mask is the mask after n committed positions, so no step writes a mask."""
         nodes, held = len(shape), self.capacity - self.skipped
         buffer = buffers.get(tree)
         if buffer is None or buffer.shape[1] < held + nodes:
@@ -171,10 +154,7 @@ class TreeCache:
         return buffer[None, None, :, buffer.shape[1] - nodes - (self.length - self.skipped) :]
 
     def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Restrict a mask [B, 1, T, K] and key positions [B, K] to the keys that sliding-window layers hold.
-
-        Without such layers, return both unchanged.
-        """
+        """Restrict a mask [B, 1, T, K] and key positions [B, K] to the keys that sliding-window layers hold, if any."""
         return (mask, positions) if self._sliding is None else self._sliding.columns(mask, positions)
 
     # Commits ---------------------------------------------------------------------------------------------------
@@ -195,10 +175,8 @@ class TreeCache:
         self.commit(counts)
 
     def crop(self, lengths: list[int] | None = None) -> None:
-        """Drop the pending nodes and, if ``lengths`` is given, all but the first ``lengths[b]`` positions of row b.
-
-        Raise a UserError if the next pass would read positions that layers have dropped.
-        """
+        """Drop the pending nodes and, if given, all but the first ``lengths[b]`` positions of row b. Raise a UserError
+        if the next pass would read positions that layers have dropped."""
         lengths, self.pending = self.lengths if lengths is None else lengths, 0
         for kind in self.kinds:
             kind.crop(lengths)
@@ -206,10 +184,8 @@ class TreeCache:
             row.length = length
 
     def append(self, other: "TreeCache") -> None:
-        """Append the committed positions of ``other`` that lie beyond this cache's end; both have one row.
-
-        ``other`` is a cache of the same model that stores all positions in every layer (made without ``nodes``).
-        """
+        """Append the committed positions of ``other`` that lie beyond this cache's end; both have one row. ``other`` is
+        a cache of the same model that stores all positions in every layer (made without ``nodes``)."""
         start = self.length
         self.begin(other.length - start, committed=True)
         for layer, source in zip(self.layers, other.layers, strict=True):
@@ -236,10 +212,8 @@ class TreeCache:
             self._use([kind.take(index, self._rows) for kind in self.kinds])
 
     def first_layers(self, count: int) -> "TreeCache":
-        """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths.
-
-        It never drops positions of sliding windows, because a drop would move the other positions in all layers.
-        """
+        """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths. It
+        never drops positions of sliding windows, because a drop would move the other positions in all layers."""
         rows = [replace(row) for row in self._rows]
         shape = replace(self.shape, layers=self.shape.layers[:count])
         numbers = [sum(place[0] == n for place in shape.places if place) for n in range(len(self.kinds))]
@@ -248,10 +222,8 @@ class TreeCache:
 
     def selected(self, positions_LHS: Tensor, room: int) -> "TreeCache":
         """Return a cache with copies of S selected ascending positions [L, H, S] of one row, and ``room`` free ones.
-
         The selected positions fill its memory from index 0 on. New tokens still count their positions from ``length``.
-        All layers are equal.
-        """
+        All layers are equal."""
         (kind,), rows = self.kinds, [Row(self.length)]
         assert isinstance(kind, FullLayers)
         index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])
@@ -261,20 +233,16 @@ class TreeCache:
         return TreeCache(self.shape, [copied], rows, capacity=self.length + room, skipped=skipped)
 
     def grow(self, capacity: int) -> None:
-        """Enlarge the memory to ``capacity`` positions."""
         self._use([kind.grow(capacity) for kind in self.kinds])
         self.capacity = capacity
 
     # transformers' names ----------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of committed positions of the longest row."""
         return self.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the position of the longest row's next query."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys that ``query_length`` new queries see, and the position of the first key, 0."""
-        return self.length + query_length, 0
+        return self.length + query_length, 0  # number of keys, and position of the first one

@@ -29,24 +29,19 @@ from drafthead.system.devices import on_device
 class Row:
     """Position counts of one row, shared by a cache and its views of that row."""
 
-    length: int = 0
-    """Number of committed positions."""
-    dropped: int = 0
-    """Number of leading positions that sliding-window layers have dropped."""
+    length: int = 0  # committed positions
+    dropped: int = 0  # leading positions that sliding-window layers have dropped
 
 
 @dataclass(frozen=True)
 class Pass:
     """A forward pass over new tokens after the committed and pending ones of every row."""
 
-    lengths: Tensor
-    """[B] int64 committed positions, on the device; not set for a single row."""
+    lengths: Tensor  # [B] int64 committed positions, on the device; not set for a single row
     pending: int
     new: int
-    committed: bool
-    """True if all new tokens will be committed."""
-    shape: TreeShape | None
-    """Tree of all pending and new nodes; None if it is not known, or the tokens are not nodes."""
+    committed: bool  # True if all new tokens will be committed
+    shape: TreeShape | None  # of all pending and new nodes; None if unknown, or if the tokens are not nodes
 
 
 class Layers(ABC):
@@ -68,19 +63,15 @@ class Layers(ABC):
 
     @abstractmethod
     def move(self, nodes_BP: Tensor, counts: list[int], in_place: bool) -> None:
-        """Make each row b's accepted nodes, ``nodes_BP[b, :counts[b]]``, its first pending positions.
-
-        ``in_place``: they are, because the nodes are a chain. A commit follows.
-        """
+        """Make each row b's accepted nodes, ``nodes_BP[b, :counts[b]]``, its first pending positions; a commit follows.
+        ``in_place``: they already are, because the nodes are a chain."""
 
     def commit(self, counts: list[int]) -> None:  # noqa: B027
         """Commit the first ``counts[b]`` pending positions of row b, and drop the others. Its length has grown."""
 
     def crop(self, lengths: list[int]) -> None:  # noqa: B027
         """Drop pending states and all but the first ``lengths[b]`` positions of row b, whose length is still the old.
-
-        Raise a UserError if the next pass would read states that have been discarded.
-        """
+        Raise a UserError if the next pass would read states that have been discarded."""
 
     @abstractmethod
     def append(self, number: int, source: "Layers", other: int, start: int, stop: int) -> None:
@@ -109,8 +100,8 @@ class LayerShape(ABC):
 
     @staticmethod
     @abstractmethod
-    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, dtype: torch.dtype, device: torch.device) -> Layers:
-        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions."""
+    def new(shapes: Sequence[Any], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]) -> Layers:
+        """Return empty layers of one kind, for ``rows`` of up to ``capacity`` positions; ``zeros`` makes memory."""
 
     def trimmed(self, sliding: "Sliding") -> "LayerShape":
         """Return the shape of a layer that keeps only the latest positions, or self for other kinds."""
@@ -121,18 +112,14 @@ class LayerShape(ABC):
 class Sliding:
     """Memory sizes of sliding-window layers, which hold only the latest positions."""
 
-    window: int
-    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
-    room: int
-    """Largest number of pending (not yet committed) positions."""
-    held: int
-    """Number of positions that fit into the memory. If it is larger, positions are dropped less often; each drop copies
-    a whole window."""
+    window: int  # positions that a query sees at most; with chunked attention, the size of a chunk
+    room: int  # largest number of pending positions
+    held: int  # positions that fit into the memory; with more, drops are rarer, and each copies a whole window
 
 
 @dataclass(frozen=True)
 class KeyValueShape(LayerShape):
-    """Numbers of heads, and widths, of the keys and values that an attention layer keeps."""
+    """Numbers of heads, and widths, of an attention layer's keys and values."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -173,10 +160,8 @@ class FullLayers(Layers):
     def __init__(
         self, shapes: Sequence[KeyValueShape], stacks: Sequence[Tensor], rows: list[Row], skipped: int = 0
     ) -> None:
-        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``: keys and values of each size, by its first layer.
-
-        ``skipped``: number of committed positions without memory; a position p is at index p - ``skipped``.
-        """
+        """Use ``stacks`` [L, B, H, C, E] for ``rows``: keys and values of each size, by its first layer. ``skipped``
+        committed positions have no memory: position p is at index p - ``skipped``."""
         self.shapes, self.stacks, self.rows, self.skipped = list(shapes), list(stacks), rows, skipped
         sizes = list(dict.fromkeys(self.shapes))
         parts = [iter(zip(*(s.unbind(0) for s in stacks[2 * n : 2 * n + 2]), strict=True)) for n in range(len(sizes))]
@@ -202,7 +187,7 @@ class FullLayers(Layers):
 
     @property
     def ends(self) -> list[int]:
-        """The index in the memory of each row's first pending (not yet committed) position."""
+        """Index in the memory of each row's first pending position."""
         return [row.length - self.start(row) for row in self.rows]
 
     def begin(self, coming: Pass) -> None:
@@ -215,7 +200,6 @@ class FullLayers(Layers):
             self._rows = torch.arange(len(self.rows), device=device)[:, None]
 
     def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
-        """Write keys and values [B, H, T, E]; return those of all positions, [B, H, K, E]."""
         (keys, values), (key, value), span, end = self._parts[number], states, self._span, self._span.stop
         if len(self.rows) == 1:
             keys[:, :, span] = key
@@ -266,11 +250,8 @@ class FullLayers(Layers):
 
 
 class SlidingLayers(FullLayers):
-    """Sliding-window layers, which drop the positions that no later query sees.
-
-    Positions are dropped at a commit, if a tree of ``room`` nodes would not fit any more. Until then they accumulate,
-    because each drop copies a whole window.
-    """
+    """Sliding-window layers, which drop the positions that no later query sees. They drop at a commit, if a tree of
+    ``room`` nodes would not fit any more. Until then, positions accumulate, because each drop copies a whole window."""
 
     def __init__(
         self, shapes: Sequence[KeyValueShape], stacks: Sequence[Tensor], rows: list[Row], skipped: int = 0

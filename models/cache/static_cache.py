@@ -1,7 +1,7 @@
 """A key/value cache at fixed addresses, and passes of fixed shapes over it, which CUDA graphs can replay.
 
-A forward pass attends over the first S positions of the memory, called its window (no sliding window). The device has
-a copy of the committed length and makes the mask from it. One graph therefore serves all trees with the same number of
+A forward pass attends over the first S positions of the memory, called its window (no sliding window). The device has a
+copy of the committed length and makes the mask from it. One graph therefore serves all trees with the same number of
 nodes until the context outgrows the window. Memory and graphs belong to the model, and one cache at a time uses them.
 
 Shape legend: H key/value heads, S positions of a window, N tree nodes, D width, E head width, L layers, V vocabulary.
@@ -25,18 +25,12 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 MIN_WINDOW, WINDOW_STEP = 256, 1024
 """Window sizes double from MIN_WINDOW to WINDOW_STEP, then grow by WINDOW_STEP, so few empty positions are read."""
-MAX_STATIC_NODES = 128
-"""Largest number of nodes of a pass with fixed shapes. Larger passes run eagerly, because launching kernels is a small
-part of their time."""
-MAX_CAPTURED_PASSES = 64
-"""Largest number of captured passes per memory. There is one per number of nodes, size of the window, and with or
-without logits. If there are this many, a new one replaces the oldest."""
-MAX_SPARE_BUFFERS = 2
-"""Largest number of unused memories that are kept for later caches; the largest stay."""
+MAX_STATIC_NODES = 128  # of a pass with fixed shapes; launching kernels takes a small part of larger ones
+MAX_CAPTURED_PASSES = 64  # per memory: one per number of nodes, window, and with or without logits
+MAX_SPARE_BUFFERS = 2  # unused memories that are kept for later caches; the largest stay
 
 
 def window_for(positions: int) -> int:
-    """Return the number of positions, at least ``positions``, over which a pass attends: one of a few sizes."""
     size = MIN_WINDOW
     while size < min(positions, WINDOW_STEP):
         size *= 2
@@ -46,16 +40,13 @@ def window_for(positions: int) -> int:
 @dataclass
 class _Pass:
     call: StaticCall
-    tree: TokenTree | None
-    """Static tree whose depths and ancestors are in the call's input buffers, if any."""
+    tree: TokenTree | None  # whose depths and ancestors are in the call's input buffers, if it is static
 
 
 @dataclass(eq=False)
 class _Memory:
-    """Layers for one row of ``size`` positions, the committed length ([1] int64), and passes captured over them.
-
-    A window is another ``_Memory`` that shares the first positions of this one.
-    """
+    """Layers for one row of ``size`` positions, the committed length ([1] int64), and passes captured over them. A
+    window is another ``_Memory`` that shares the first positions of this one."""
 
     kinds: list[FullLayers]
     size: int
@@ -70,7 +61,6 @@ class _Memory:
         self.length.zero_()
 
     def part(self, size: int, rows: list[Row] | None = None) -> list[FullLayers]:
-        """Return layers over the first ``size`` positions, for a cache with ``rows``."""
         return [kind.over(lambda stack: stack[:, :, :, :size], rows) for kind in self.kinds]
 
 
@@ -84,7 +74,7 @@ class StaticModel:
         logits: Callable[[Tensor], Tensor],
         windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None = None,
     ) -> None:
-        """Create a model without memory; ``shape`` is that of its cache.
+        """``shape`` is that of the model's cache, which has no memory yet.
 
         ``decoder`` is transformers' decoder without its output head, and ``logits`` maps hidden states [1, N, D] to
         logits [1, N, V]. ``windowed`` is for a base with sliding windows: (full mask, query positions, key positions,
@@ -95,7 +85,6 @@ class StaticModel:
         self._spare: list[_Memory] = []
 
     def take_memory(self, capacity: int) -> _Memory:
-        """Return zeroed memory for ``capacity`` positions: an unused one if large enough, else a new one."""
         size = window_for(capacity)
         fitting = [memory for memory in self._spare if memory.size >= size]
         if fitting:
@@ -113,17 +102,13 @@ class StaticModel:
         return _Memory(attention, size, length)
 
     def take_back(self, memory: _Memory) -> None:
-        """Keep ``memory``, which no cache uses any more, for a later cache."""
         self._spare.append(memory)
         self._spare.sort(key=lambda m: m.size)
         del self._spare[:-MAX_SPARE_BUFFERS]
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
-        """Return a tree pass over the first ``size`` positions of ``memory``.
-
-        ``inputs`` are tokens, depths and ancestors; later inputs must have the same shapes. ``with_logits``: the pass
-        returns hidden states and logits, else only hidden states.
-        """
+        """Return a tree pass over the first ``size`` positions that returns hidden states, and logits if
+        ``with_logits``. ``inputs`` are tokens, depths and ancestors; later inputs must have the same shapes."""
         window = _Memory(memory.part(size), size, memory.length)
         logits = self._logits if with_logits else None
         function = partial(_static_pass, self.shape, self._decoder, logits, self._windowed, window)
@@ -137,17 +122,12 @@ class _Writer:
         self._places, self._window, self._slots = shape.places, window, slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: object = None) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values; return all of the layer over which the pass attends.
-
-        ``kwargs`` are those of ``TreeCache.update``.
-        """
         place = self._places[layer_idx]
         assert place is not None
         kind, number = place
         return self._window.kinds[kind].write(number, self._slots, key, value)
 
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return the number of committed positions, [1] int64 on the device; transformers calls this."""
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # transformers calls this
         return self._window.length
 
 
@@ -162,10 +142,8 @@ def _static_pass(
     ancestors: Tensor,
 ) -> Outputs:
     """Run a tree after the committed positions; return hidden states [1, N, D], and with ``logits`` logits [1, N, V].
-
-    ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool. ``decoder``, ``logits`` and ``windowed``
-    are those of ``StaticModel``.
-    """
+    ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool. Other arguments are those of
+    ``StaticModel``."""
     nodes, size = tokens.shape[1], window.size
     slots = torch.arange(size, device=tokens.device)
     # [S] positions relative to the root. With length 3 and 2 nodes: -3 -2 -1 (committed), 0 1 (nodes), 2 .. (empty).
@@ -197,21 +175,18 @@ class StaticKVCache(TreeCache):
         super().__init__(model.shape, self._borrow(capacity, rows), rows, capacity=capacity)
 
     def _borrow(self, capacity: int, rows: list[Row]) -> list[Layers]:
-        """Take memory for ``capacity`` positions; it is given back to the model when this cache is deleted."""
         self._memory = self._model.take_memory(capacity)
+        # The memory returns to the model when this cache is deleted.
         self._give_back = weakref.finalize(self, self._model.take_back, self._memory)
         self._give_back.atexit = False
         return [*self._memory.part(capacity, rows)]
 
     def fits(self, nodes: int) -> bool:
-        """Return True if a pass over this many new nodes can have fixed shapes."""
         return self.pending == 0 and self.length > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Run the tree of ``tokens`` [1, N] int64, which stays pending; return (hidden states [1, N, D],).
-
-        ``with_logits``: return (hidden states, logits [1, N, V]).
-        """
+        """Run the tree of ``tokens`` [1, N] int64, which stays pending; return (hidden states [1, N, D],), and
+        ``with_logits`` also logits [1, N, V]."""
         nodes = tokens.shape[1]
         self.begin(nodes, shape=shape)
         self._memory.length.fill_(self.length)
@@ -229,7 +204,6 @@ class StaticKVCache(TreeCache):
         return captured.call(tokens, None, None)
 
     def grow(self, capacity: int) -> None:
-        """Enlarge the cache to ``capacity`` positions, by moving to larger memory."""
         memory, give_back, held = self._memory, self._give_back, self.capacity
         self._use(self._borrow(capacity, self._rows))
         self.capacity = capacity

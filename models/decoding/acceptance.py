@@ -41,9 +41,8 @@ class Acceptance:
     nodes: Tensor  # [B, 1 + D] int64: root and accepted nodes in order, padded with 0
     accepted: Tensor  # [B] int64: accepted drafts, root excluded
     bonus: Tensor  # [B] int64: the target's own token after the last accepted one
-    probs: Tensor | None = None
-    """[B, 1 + D, V]: the target's distributions after ``nodes``, zeros for padding; only if requested, and never from
-    ``greedy`` and ``typical``."""
+    probs: Tensor | None = None  # [B, 1 + D, V] target's distributions after ``nodes``, then zeros
+    # Only if requested, and never from ``greedy`` and ``typical``.
 
 
 @settings(frozen=True, kw_only=True)
@@ -64,11 +63,9 @@ class AcceptanceRule:
 
     @property
     def lossless(self) -> bool:
-        """True if the output has the target's distribution."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Reject trees that this rule cannot verify."""
         if self.name == "block" and not draft_config.is_chain:
             raise UserError("block verification judges a chain as a whole, not a tree that branches; use tree=chain")
 
@@ -84,12 +81,9 @@ class AcceptanceRule:
 
 
 def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
-    """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling.
-
-    A node is accepted if it and all its ancestors equal the target's argmax at their parents. That path is unique if
-    the children of a node are different tokens; of equal children, the first is taken. ``target_BN`` [B, N] int64 has
-    the argmax after every node.
-    """
+    """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling. A
+    node is accepted if it and all its ancestors equal the target's argmax at their parents. Of equal children, the
+    first is taken. ``target_BN`` [B, N] int64 has the argmax after every node."""
     shape = proposal.shape
     parents = shape.parents.expand(target_BN.shape)
     # A draft must equal the argmax after its parent. Padding (parent -1) never matches.
@@ -100,13 +94,9 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Find each row's deepest node that passes ([B, N] bool) and whose ancestors all pass.
-
-    Of equally deep nodes, the one with the highest ``score`` [B, N] is taken; None: the first one.
-
-    Returns:
-        The path to the node, [B, 1 + depth] padded with 0, its depth [B], and the node [B]; all int64.
-    """
+    """Return the path to each row's deepest node that passes ([B, N] bool) with all its ancestors, [B, 1 + depth]
+    padded with 0, its depth [B], and the node [B]; all int64. Of equally deep nodes, the one with the highest ``score``
+    [B, N] is taken; None: the first one."""
     shape = proposal.shape
     rows, count = passes.shape
     ancestors = shape.ancestors.expand(rows, count, count)
@@ -128,8 +118,8 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
 
     SpecInfer's naive sampling (2305.09781, section 4.3). It is lossless for any drafts, because the target draws every
     token. A top-k candidate x is accepted with probability p(x), as by ``speculative``. The n-th token of an answer has
-    the same random number as in decoding without drafts. With the same seed, the answer is therefore the same for any
-    drafter (in float32, up to ties of rounding).
+    the same random number as without drafts, so the same seed gives the same answer with any drafter (in float32, up to
+    ties of rounding).
     """
     shape, tokens = proposal.shape, proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -212,10 +202,8 @@ def speculative(
 
 
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
-    """Return the distribution [B, V] from which each row's candidate was drawn, or None if all are top-k.
-
-    It is child number ``candidate`` of each row's ``node`` [B], with the token ``token`` [B]. ``rows`` is 0 to B - 1.
-    """
+    """Return the distribution [B, V] from which child number ``candidate`` of each row's ``node`` [B] was drawn, or
+    None if all are top-k. ``token`` [B] is that child's token, and ``rows`` is 0 to B - 1."""
     if proposal.probs is None or proposal.prob_index is None:
         return None
     prob_index = proposal.prob_index.expand(len(rows), -1, -1)[rows, node]  # [B, S]
@@ -237,20 +225,19 @@ def _one_hot(like: Tensor, token: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(1, token[:, None], 1.0)
 
 
-def _residual(left: Tensor, dist: Tensor) -> Tensor:
-    """Return ``left``, the positive part of p - q, normalised; or if it is zero everywhere, ``dist``, which is p."""
+def _residual(left: Tensor, dist: Tensor) -> Tensor:  # ``left``: positive part of p - q; ``dist``: p
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, dist)
 
 
 def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
-    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts on average at least as many drafts
-    as ``speculative``.
+    """Verify a chain as one block (Sun et al., 2403.10444).
 
-    Let w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of
-    w_i p_{i+1} - q_{i+1}. The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n
-    drafts with probability w_n. The longest prefix that passes is accepted. If it has i < n drafts, the bonus is drawn
-    from the positive part of w_i p_{i+1} - q_{i+1}, normalised; else from p_{n+1}.
+    Lossless; accepts on average at least as many drafts as ``speculative``. Let w_0 = 1 and
+    w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of w_i p_{i+1} - q_{i+1}.
+    The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n drafts with probability
+    w_n. The longest prefix that passes is accepted. If it has i < n drafts, the bonus is drawn from the normalised
+    positive part of w_i p_{i+1} - q_{i+1}; else from p_{n+1}.
     """
     tokens = proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -290,7 +277,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
 
 def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
-    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last."""
+    """Return the distribution [B, V] of the draft after each row's ``node``; zeros after the last."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
     token = proposal.tokens[rows, child]

@@ -1,7 +1,4 @@
-"""The base's answers for a corpus, by batched decoding without drafts.
-
-On request, an answer includes the final hidden states of prompt and answer, which decoding computes anyway.
-"""
+"""The base's answers for a corpus, by batched decoding without drafts."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,9 +12,8 @@ from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 
+# An answer's seed: the corpus's seed times this, plus the prompt's number. Other seeds share no random numbers.
 SEED_STRIDE = 1_000_003
-"""An answer's seed is the corpus's seed times this, plus the prompt's number. Corpora with other seeds then share no
-random numbers, unless they have more prompts than this."""
 
 
 def generate_answers(
@@ -30,10 +26,8 @@ def generate_answers(
     max_prompt_tokens: int = 512,
 ) -> Iterator[Answer]:
     """Yield answers in the order in which they finish. Up to rounding, an answer depends on its seed and prompt only.
-
-    A prompt's number is a part of its answer's seed. Empty prompts and those longer than ``max_prompt_tokens`` are
-    skipped. With ``keep_hidden_states``, answers have final hidden states, float16 [len(input_ids) - 1, width].
-    """
+    Empty prompts and those longer than ``max_prompt_tokens`` are skipped. With ``keep_hidden_states``, answers have the
+    final hidden states that decoding computes anyway, float16 [len(input_ids) - 1, width]."""
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
         sampler=Sampler(temperature=sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p),
@@ -73,7 +67,6 @@ def generate_answers(
 
 
 def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
-    """Return the number of positions that a prompt and its answer need; reject more than the base's context."""
     needed = max_prompt_tokens + sampler.max_new_tokens
     if needed > base.max_context:
         raise UserError(

@@ -46,12 +46,10 @@ class Proposal:
     shape: TreeShape
     draft_sampling: DraftSampling  # of candidates with ``probs``; the others are top-k
     probs: Tensor | None = None  # [B, Q, V]: the Q distributions, after warping, from which candidates were sampled
-    prob_index: Tensor | None = None
-    """[B or 1, N, S] int64: for each of the up to S children of a node, the index in ``probs`` of the distribution from
-    which the child was drawn; -1: top-k."""
+    prob_index: Tensor | None = None  # [B or 1, N, S] int64: each child's distribution in ``probs``; -1: top-k
     slots: Tensor | None = None
-    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes; -1 for nodes
-    that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these numbers."""
+    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes, by which
+    ``NodeCache`` finds keys and values; -1 for nodes that it did not run over."""
     partial_forward: PartialForward | None = None  # the target's first layers over these nodes (early exit)
 
     def __post_init__(self) -> None:
@@ -89,10 +87,7 @@ class AdaptiveLength:
     """Levels removed after any other step that drafted."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the levels to draft in the next step, after a step with ``length`` levels.
-
-        That step's longest path had ``drafted`` drafts, of which ``accepted`` were accepted.
-        """
+        """Return the levels to draft after a step with ``length`` levels, whose longest path had ``drafted`` drafts."""
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
         return length + self.grow if accepted >= drafted else max(1, length - self.shrink)
@@ -161,11 +156,11 @@ class DraftConfig:
 
 
 class SessionPart(ABC):
-    """Base class of what a drafter keeps of the rows being decoded: a whole session, or a part of one."""
+    """Base class of what a drafter keeps of the rows being decoded: a session or a part of one."""
 
     @property
     def room(self) -> int:
-        """Largest number of drafts on a path that the drafter's own context still has room for."""
+        """Largest number of drafts on a path that fits the drafter's own context."""
         return sys.maxsize
 
     @abstractmethod
@@ -176,52 +171,40 @@ class SessionPart(ABC):
 
         Args:
             tokens: [B, T] int64.
-            counts: number of committed tokens in each row; the other tokens of T are padding. A row with 0 stays as it
-                is.
-            base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None if
-                there is no base (a drafter used without one).
-            nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
-                tokens that it did not propose. None: -1 for all tokens. To be ignored if ``draft`` was not called since
-                the last commit. Only sessions that can keep the keys and values of drafted nodes need it.
+            counts: number of committed tokens in each row (0: the row stays as it is); the others are padding.
+            base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None
+                without a base.
+            nodes: [B, T] int64: node of the latest proposal that became each token, root first; -1 for other tokens.
+                None: -1 for all. To be ignored if ``draft`` was not called since the last commit. Only sessions that
+                can keep the keys and values of drafted nodes need it.
         """
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
+        """Keep only these rows of the batch, in this order. Called between steps."""
 
     @abstractmethod
     def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
-
-        If the drafter has ``reads_base``, ``lengths[b]`` is 0 or the row's length: states of removed tokens may be
-        kept.
-        """
+        """Remove all but the first ``lengths[b]`` committed tokens of each row b. If the drafter has ``reads_base``,
+        ``lengths[b]`` is 0 or the row's length, and states of removed tokens may be kept."""
 
     def drafted(self, proposal: Proposal) -> Proposal:
-        """Take note of a tree that was drafted with this part; return it, possibly with more fields set."""
+        """Take note of a tree drafted with this part; return it, possibly with more fields set."""
         return proposal
 
 
 class Session(SessionPart):
-    """Base class of the state of a drafter for a fixed number of rows, whose answers may change (``reset``).
-
-    ``commit`` tells the session the committed tokens and the nodes that became them.
-    """
+    """Base class of the state of a drafter for a fixed number of rows, whose answers may change (``reset``)."""
 
     lengths: list[int]  # number of committed tokens of every row that the base has read: all but the last committed one
 
     @abstractmethod
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        """Propose a token tree for every row.
-
-        Args:
-            last_token: [B] int64, the roots: tokens that are committed, but that the base has not read yet.
-            draft_config: the tree to draft; a proposal may have fewer nodes, but not more levels.
-            rng: random numbers; None if candidates are top-k.
-        """
+        """Propose a token tree for every row; a proposal may have fewer nodes than ``draft_config``, but not more
+        levels. The roots ``last_token`` [B] int64 are committed, but not yet read by the base. ``rng`` may be None for
+        top-k candidates."""
 
     def reset(self, rows: list[int]) -> None:
-        """Empty these rows, which then wait for the ``commit`` of another prompt."""
         self.rollback([0 if row in rows else length for row, length in enumerate(self.lengths)])
 
 
@@ -231,37 +214,30 @@ class Drafter(ABC):
     tree: TokenTree | None = None  # the calibrated tree; None: a chain over all draft positions
     batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
     """Calibrated trees by batch size, because a node costs more to verify in a batch. A batch uses the tree of the
-    largest size that is not above its own, or ``tree`` if all sizes are above."""
+    largest size that is not above its own, else ``tree``."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
     confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
-    reads_base: bool = False
-    """True if the drafter needs the base's hidden states. It then cannot continue tokens that the base has not read."""
+    reads_base: bool = False  # needs the base's hidden states, so it cannot continue tokens that the base has not read
     early_exit_layers: int = 0
-    """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
-    only the other layers."""
+    """The target's first layers, which the drafter runs itself in the target's cache. Verification runs only the
+    others."""
     depth: int  # largest number of drafts on a path
-    has_confidence: bool = False
-    """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
-    vocab_size: int | None = None
-    """Upper bound of proposed ids. None: the drafter copies ids from the context, so none is needed."""
+    has_confidence: bool = False  # ``StepwiseSession.confidence`` predicts the acceptance of a single child
+    vocab_size: int | None = None  # bound of proposed ids; None: ids are copied from the context, so none is needed
     base_fingerprint: str | None = None  # of the base that the drafter belongs to; None: any base
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
-        """Return everything that decides the drafts: settings and a hash of the weights.
-
-        An interrupted evaluation resumes only if the ``repr`` of the result is the stored one.
-        """
+        """Return everything that decides the drafts: settings and a hash of the weights. An interrupted evaluation
+        resumes only if the ``repr`` of the result is the stored one."""
 
     @abstractmethod
     def open(self, rows: int, cache: TreeCache | None = None) -> Session:
-        """Return a session for ``rows`` rows that have no tokens yet.
-
-        ``cache`` is the target's key/value cache, which drafters with ``early_exit_layers`` write; None: no target.
-        """
+        """Return a session for ``rows`` rows without tokens. Drafters with ``early_exit_layers`` write the target's
+        ``cache``; None: no target."""
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
-        """Return the number of positions per row that drafting needs in the target's cache beyond the tree's nodes."""
+        """Return the positions per row that drafting needs in the target's cache beyond the tree's nodes."""
         return 0
 
     def remember(self, tokens: list[int]) -> None:
@@ -270,10 +246,8 @@ class Drafter(ABC):
 
 
 def last_valid(values: Tensor, counts: list[int], before: Tensor) -> Tensor:
-    """Return each row's last valid entry, ``values[b, counts[b] - 1]``: [B, T, ...] -> [B, ...].
-
-    A row without valid entries gets its entry of ``before`` [B, ...].
-    """
+    """Return each row's last valid entry, ``values[b, counts[b] - 1]``: [B, T, ...] -> [B, ...]. A row without valid
+    entries gets its entry of ``before`` [B, ...]."""
     if len(counts) == 1:
         return values[:, counts[0] - 1] if counts[0] else before
     index = on_device(counts, values.device)

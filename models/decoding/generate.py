@@ -67,10 +67,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextStream:
-    """An answer that is decoded while a caller iterates over its pieces, which works only once.
-
-    The statistics (``accepted`` and so on) count the tokens and steps so far.
-    """
+    """An answer that is decoded while a caller iterates over its pieces, which works only once. The statistics count
+    the tokens and steps so far."""
 
     base: BaseModel
     sequence: DecodingSequence
@@ -93,8 +91,7 @@ class TextStream:
         return mean_accepted_length(self.sequence.steps)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of prefill and decoding, without the time that the caller spends between pieces."""
+    def tokens_per_second(self) -> float:  # without the time that the caller spends between pieces
         seconds = self.sequence.prefill_s + sum(step.total_s for step in self.sequence.steps)
         return len(self.sequence.answer) / seconds if seconds else 0.0
 

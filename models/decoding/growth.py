@@ -24,11 +24,9 @@ MISSING = -1  # stands for a child that cannot be drawn: the distribution has fe
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64.
-
-    With replacement, samples are independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed
-    and the rest renormalised (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``.
-    """
+    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64. With replacement, samples are
+    independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed and the rest renormalised
+    (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``."""
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
         repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
@@ -54,21 +52,19 @@ class TreeLevel:
     inner: Tensor  # [F] the next frontier: indices into ``nodes`` of the nodes that have children
     above: Tensor  # [F] for each node of ``inner``, the index of its parent in the previous frontier
     slots: Tensor
-    """[N] each tree node's number in the order in which the drafter runs over nodes. -1 for nodes that it has not run
-    over when this level is drafted; it has then run over the level's parents."""
+    """[N] each tree node's number in the order in which the drafter runs over nodes; -1 for nodes that it has not run
+    over when this level is drafted."""
 
     def taken_from(self, width: int) -> Tensor:
-        """Return ``taken``, or ``taken_shared`` if ``width``, the number of distributions of the level, is 1."""
+        """Return ``taken_shared`` if the level has one shared distribution (``width`` 1), else ``taken``."""
         return self.taken_shared if width == 1 else self.taken
 
 
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary: int) -> tuple[TreeLevel, ...]:
-    """Return the levels of ``tree``, from the root's children on.
-
-    With ``sampled`` candidates, a node's first child takes the first sample, and so on. With top-k candidates, a child
-    takes the candidate of its own rank, or the last one if the rank exceeds the draft vocabulary of ``vocabulary`` ids.
-    """
+    """Return the levels of ``tree``, from the root's children on. With ``sampled`` candidates, a node's first child
+    takes the first sample, and so on. With top-k candidates, a child takes the candidate of its own rank, or the last
+    one if the rank exceeds the draft vocabulary of ``vocabulary`` ids."""
     tensor = partial(on_device, device=device)
     levels = []
     frontier, slots = [0], [-1] * len(tree)
@@ -114,25 +110,18 @@ class LogitsSource(ABC):
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the draft logits after the nodes of the next level. In the first call, that is the root alone.
+        """Return the draft logits [B, F, W] after the nodes of the next level, in the first call after the root alone.
 
         ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
-        nodes of the previous call.
-
-        Returns:
-            [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. All nodes then get the same
-            candidates, also if these are sampled. That is exact, because verification visits at most one node of the
-            level, and which one does not depend on the samples below it.
+        nodes of the previous call. A result [B, 1, W] means that all nodes of the level have the same distribution.
+        They then get the same candidates, also if these are sampled. That is exact, because verification visits at most
+        one node of the level, and which one does not depend on the samples below it.
         """
 
     def confidence(self) -> Tensor:
-        """Return, for each node of the last expanded level, the probability that one draft after it is accepted.
-
-        The shape is [B, F], or [B, 1] if all nodes share it. The probability is that of a single child, predicted by a
-        confidence head, and not that any of several siblings is accepted.
-
-        It may depend on these nodes and the tokens before them, but not on their children.
-        """
+        """Return a confidence head's probability, [B, F] or [B, 1], that a single child of each last expanded node is
+        accepted (not that any of several siblings is). It may depend on these nodes and the tokens before them, but not
+        on their children."""
         raise NotImplementedError
 
 
@@ -155,7 +144,6 @@ class StepwiseSession(Session, LogitsSource):
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Return a proposal without drafts."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -223,10 +211,10 @@ def grow(
 
 
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
-    """Return, for each node of ``tree``, the index of the distribution from which its children were drawn, [N] int64.
+    """Return, for each node of ``tree``, the index [N] int64 in the joined ``probs`` of its children's distribution.
 
-    It is an index in the levels' tensors ``probs`` joined on axis 1: [B, F, V] in the order ``slots`` in which the
-    drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution.
+    Each level has a tensor [B, F, V] in the order ``slots`` in which the drafter ran over the nodes, or [B, 1, V] if
+    all nodes of a level share one distribution.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -249,9 +237,7 @@ def _sampled(
     logits: Tensor, level: TreeLevel, draft_config: DraftConfig, drawing: Tensor | None, rng: RandomSource | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return sampled draft ids [B, M], a mask [B, M] bool of those that exist, and the distributions [B, F, W].
-
-    ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all.
-    """
+    ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all."""
     if rng is None:
         raise ValueError("sampled candidates need random numbers; give rng to draft")
     dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
@@ -262,11 +248,9 @@ def _sampled(
 
 
 class _Stopping:
-    """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children.
-
-    ``cuts`` is true if there is a threshold, or if candidates are sampled without replacement. If it is false, this
-    class does nothing: every node exists, and drafting never stops early.
-    """
+    """Decides which nodes exist in each row, and which frontier nodes get children. ``cuts`` is true if there is a
+    threshold, or if candidates are sampled without replacement. If it is false, every node exists, and drafting never
+    stops early."""
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
         self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
@@ -278,31 +262,24 @@ class _Stopping:
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
     def has_parents(self, source: LogitsSource) -> bool:
-        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children.
-
-        Except on a CPU, the result is always True, because reading the nodes from the device would wait.
-        """
+        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children. Except
+        on a CPU, the result is always True, because reading the nodes from the device would wait."""
         if self._prefix == 0:
             return True
         self._path_confidence = self._path_confidence * source.confidence()
         self._expandable = self._expandable & (self._path_confidence >= self._prefix)
         return self._any_expandable()
 
-    def drawing(self, width: int) -> Tensor | None:
-        """Return the mask [B, width] of distributions from which children are sampled; None if all are.
-
-        ``width`` is 1 if all parents share one distribution.
-        """
+    def drawing(self, width: int) -> Tensor | None:  # 1 if all parents share one distribution
+        """Return the mask [B, width] of distributions from which children are sampled; None if all are."""
         if self._prefix == 0:
             return None
         return self._expandable if width == self._expandable.shape[1] else self._expandable.any(1, keepdim=True)
 
     def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
         """Add a level's nodes, apply ``confidence_threshold``, and return False if it leaves no node to draft after.
-
         ``exists`` marks the sampled nodes that exist, and ``likelihood`` has the drafter's probabilities of top-k
-        nodes, [B, M] each. Without ``likelihood``, and on devices other than CPUs, the result is always True.
-        """
+        nodes, [B, M] each. Without ``likelihood``, and on devices other than CPUs, the result is always True."""
         if not self.cuts:
             return True
         children = self._expandable[:, level.parents]
@@ -314,12 +291,9 @@ class _Stopping:
         return likelihood is None or self._any_expandable()
 
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
-        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees.
-
-        A node that does not exist in a row is padding in that row. Except on a CPU, the index has all nodes, because
-        reading ``active`` from the device would wait. With ``sampled``, the shape's ``children`` have as many columns
-        as those of ``tree``, which is the width of ``Proposal.prob_index``.
-        """
+        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees. A node
+        that does not exist in a row is padding there. Except on a CPU, the index has all nodes, because reading
+        ``active`` would wait. With ``sampled``, ``children`` has the width of ``Proposal.prob_index``."""
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
         if not self.cuts or (is_host(device) and bool(active.all())):
@@ -336,7 +310,6 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
-        # True except on a CPU, because reading would wait.
         return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 
@@ -344,8 +317,8 @@ def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
     ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score is the logarithm of the
-    product of the drafter's probabilities along its path. A parent therefore scores above its children, and the kept
-    nodes form a tree. All rows get the same number of nodes.
+    product of the drafter's probabilities along its path, so a parent scores above its children and the kept nodes form
+    a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []

@@ -53,7 +53,7 @@ class DecodingSequence:
     steps: list[StepRecord] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)  # with ``keep_logits``, the base's [V] for every token
     hidden: list[Tensor] = field(default_factory=list)
-    """With ``keep_hidden_states``, the base's final ones, float16: a piece [T, D] of the prompt, then one per step. The
+    """With ``keep_hidden_states``, the base's final ones, float16: [T, D] of the prompt, then of each step. The
     answer's last token has none, because the base does not read it."""
     ended: bool = False
     started: float = 0.0
@@ -65,10 +65,8 @@ class DecodingSequence:
 
 @dataclass(kw_only=True)
 class DecodeLoop:
-    """The loop that decodes prompts, up to ``batch_size`` at once.
-
-    If there are more prompts, the next one takes the row of a sequence that ended.
-    """
+    """The loop that decodes prompts, up to ``batch_size`` at once; the next one takes the row of a sequence that
+    ended."""
 
     base: BaseModel
     drafter: Drafter | None
@@ -83,10 +81,8 @@ class DecodeLoop:
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence], every_step: bool = False) -> Iterator[DecodingSequence]:
         """Yield sequences as they end; with ``every_step`` also unfinished ones, after prefill and each step."""
-        # Each iteration of the outer loop
-        # 1. yields the rows that ended, and replaces them by waiting prompts,
-        # 2. drops or clears the rows that ended and were not replaced,
-        # 3. decodes one step of the others.
+        # Each iteration yields the rows that ended and replaces them by waiting prompts, drops or clears those that
+        # were not replaced, and decodes one step of the others.
         waiting = deque(prompts)
         started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
         rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
@@ -177,7 +173,7 @@ class DecodeLoop:
                 row.draft_length = min(config.depth, length)
 
     def _depth(self, active: list[DecodingSequence]) -> int:
-        """Return the largest depth of the next trees, which the row with the least room limits for all."""
+        """Return the largest depth of the next trees; the row with the least room limits all rows."""
         depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in active)
         if self.config.same_text:  # drafting less at the end of an answer cannot change it
             depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in active) - 1)
@@ -216,17 +212,15 @@ def decode_batch(
 ) -> list[DecodeResult]:
     """Decode ``prompts`` of token ids, up to ``batch_size`` (default: all) at once; results have their order.
 
-    If there are more prompts than ``batch_size``, the next prompt takes the row of an answer that ended, with or
-    without a drafter. Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and
-    ``on_tokens`` have an entry per prompt. ``ignore_eos``: do not end answers at EOS, but continue to
-    ``max_new_tokens``, to time a fixed length. ``timed``: wait for the device after drafting and after verification, so
-    that the ``draft_s`` and ``verify_s`` of each step are exact.
+    Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and ``on_tokens`` have an
+    entry per prompt. ``ignore_eos``: continue to ``max_new_tokens``, to time a fixed length. ``timed``: wait for the
+    device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
 
     Random numbers depend only on a row's seed and length. Up to rounding, an answer therefore equals that of its prompt
     alone with the same seed. Sampled answers may differ near the end of the base's or a draft model's context, because
     the longest row limits the drafts of all rows. The times of a step are those of the whole batch (``StepRecord.rows``
-    answers). A prefill's time is that of all prompts that were read with it. The ``total_s`` of a result is the time
-    from the start of its prefill until its own answer ended.
+    answers), and a prefill's time is that of all prompts read with it. A result's ``total_s`` runs from the start of
+    its prefill until its own answer ended.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
@@ -275,10 +269,8 @@ def prepare(
     name: str = "prompt {} of the batch",
     **settings: Any,
 ) -> DecodeLoop:
-    """Return a loop that decodes ``prompts``, up to ``batch_size`` (None: all) at once.
-
-    ``settings`` are the other fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages.
-    """
+    """Return a loop that decodes ``prompts``, up to ``batch_size`` (None: all) at once. ``settings`` are the other
+    fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages."""
     rows = len(prompts) if batch_size is None else min(batch_size, len(prompts))
     for setting, value in (("max_new_tokens", max_new_tokens), ("batch_size", rows)):
         if value < 1:

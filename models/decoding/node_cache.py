@@ -1,12 +1,12 @@
 """The key/value caches of drafters: keys and values of the committed tokens, and of the tree that is being drafted.
 
 To *read* an input means to run the model over it, which writes its keys and values. Committed inputs are not read at
-once, but together with the root of the next tree, in one pass. Only a prompt is read at once, as a part of the prefill.
-A causal LM keeps the keys and values of accepted drafts. The layers of a head read accepted tokens again, because their
-inputs change: the base's hidden states replace those that the head predicted.
+once, but together with the root of the next tree. Only a prompt is read at once, as a part of the prefill. A causal LM
+keeps the keys and values of accepted drafts. The layers of a head read accepted tokens again, because their inputs
+change: the base's hidden states replace those that the head predicted.
 
-Shape legend: B rows, T tokens, R nodes of a first pass, F frontier nodes (the nodes of a level that get children),
-P pending nodes, D width, W vocabulary.
+Shape legend: B rows, T tokens, R nodes of a first pass, F frontier nodes (the nodes of a level that get children), P
+pending nodes, D width, W vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -24,17 +24,15 @@ from drafthead.models.token_tree import TreeShape
 from drafthead.system.devices import on_device
 
 ROW_BY_ROW = 32
-"""Rows of a batch are read together, in one padded pass, if each has at most this many unread positions. Otherwise they
-are read one by one, because the masks of a padded pass would cost more."""
+"""Unread positions per row up to which a batch is read in one padded pass. With more, rows are read one by one, because
+the masks of a padded pass would cost more."""
 INITIAL_CAPACITY = 256  # spare positions of a new cache; capacity doubles when they are used up
 
 
 def add_nodes(ancestors: Tensor | None, parents: Tensor) -> Tensor:
     """Return the mask ``ancestors`` of pending tree nodes with F more nodes per row: [B, P, P] -> [B, P + F, P + F].
-
     [i, j] is true if node j is node i or one of its ancestors. ``parents`` [B, F] int64 are the new nodes' parents as
-    numbers from 0 to P - 1. With ``ancestors`` None, P is 0, and the parents are committed, so they are not used.
-    """
+    numbers from 0 to P - 1. With ``ancestors`` None, P is 0, and ``parents`` is not used."""
     new = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
     if ancestors is None:
         return new
@@ -78,14 +76,12 @@ class NodeCache(ABC):
     @abstractmethod
     def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
         """Run the model or the layers over ``inputs`` [B, F, ...] after those in ``cache``; return outputs [B, F, D].
-
         Without ``ancestors``, the inputs are a chain, and the first ``counts`` (None: all) of each row are committed.
-        With the mask ``ancestors`` [B, P, P] of all pending nodes, the inputs are the last F of them and stay pending.
-        """
+        With the mask ``ancestors`` [B, P, P] of all pending nodes, the inputs are the last F of them and stay
+        pending."""
 
     @property
     def lengths(self) -> list[int]:
-        """Number of committed inputs of every row."""
         return [read + unread for read, unread in zip(self._read, self._counts, strict=True)]
 
     @property
@@ -95,19 +91,16 @@ class NodeCache(ABC):
 
     @property
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row."""
+        """Committed inputs [B, T, ...] that the model has not run over yet, and their number per row."""
         return None if self._unread is None else (self._unread, self._counts)
 
     @torch.inference_mode()
     def append(self, inputs: Tensor, counts: list[int], slots: Tensor | None = None) -> list[int]:
         """Commit the first ``counts[b]`` of ``inputs`` [B, T, ...] in each row b, and remove all drafted nodes.
 
-        ``slots`` [B, T] int64: number of the drafted node that became each input, in the order of drafting from 0; -1:
-        the input was not drafted. Leading inputs with a slot keep their keys and values. The model runs over the others
-        at the next ``start``, but over prompts (the first inputs of a row) at once. None: all are -1.
-
-        Returns:
-            The number of inputs of each row that kept their keys and values.
+        ``slots`` [B, T] int64: number of the drafted node that became each input, in the order of drafting; -1: none.
+        Leading inputs with a slot keep their keys and values; return their number in each row. The model runs over the
+        others at the next ``start``, but over prompts (the first inputs of a row) at once. None: all are -1.
         """
         has_prompt = any(count and not length for count, length in zip(counts, self.lengths, strict=True))
         kept = [0] * len(counts)
@@ -137,15 +130,12 @@ class NodeCache(ABC):
     @torch.inference_mode()
     def read_all(self) -> Tensor:
         """Run the model over the inputs of the last ``append``; return its output at each row's last input, [B, D].
-
-        Call this before ``start``, which runs the model over them, too, but does not return these outputs.
-        """
+        Call this before ``start``, which runs the model over them, too, but does not return these outputs."""
         self._catch_up()
         assert self._last_out is not None
         return self._last_out
 
-    def _catch_up(self) -> None:
-        """Remove all drafted nodes, and run the model over the committed inputs that it has not read yet."""
+    def _catch_up(self) -> None:  # drops drafted nodes and reads the unread inputs
         self._drop_nodes()
         if self._unread is None:
             return
@@ -168,10 +158,8 @@ class NodeCache(ABC):
         self._advance(counts)
 
     def shared_cache(self, extra: int, nodes: int) -> TreeCache:
-        """Return the cache with all committed inputs, for a caller that appends up to ``extra`` drafted positions.
-
-        The first ``nodes`` of these positions are a chain of drafts with slots 0, 1, ..., which ``append`` may keep.
-        """
+        """Return the cache with all committed inputs, for a caller that appends up to ``extra`` drafted positions. The
+        first ``nodes`` of them are a chain of drafts with slots 0, 1, ..., which ``append`` may keep."""
         self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
         self._chain = nodes
@@ -206,10 +194,8 @@ class NodeCache(ABC):
 
     @torch.inference_mode()
     def expand(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        """Run the model over the next level of the tree, F nodes per row: inputs [B, F, ...] -> outputs [B, F, D].
-
-        ``parents`` [B, F] int64 is the index of each node's parent among the nodes of the previous level, from 0.
-        """
+        """Run the model over the tree's next level, F nodes per row: inputs [B, F, ...] -> outputs [B, F, D].
+        ``parents`` [B, F] int64 is the index of each node's parent in the previous level, from 0."""
         new = inputs.shape[1]
         self._reserve(new)
         if new == 1 and self._ancestors is None:
@@ -220,7 +206,6 @@ class NodeCache(ABC):
         return self.run(inputs, self.cache, None, self._ancestors)
 
     def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths`` committed inputs of each row, and all drafted nodes."""
         known = zip(lengths, self._read, self._counts, strict=True)
         self._counts = [min(count, max(0, n - read)) for n, read, count in known]
         self._read = [min(n, read) for n, read in zip(lengths, self._read, strict=True)]
@@ -240,8 +225,7 @@ class NodeCache(ABC):
         self._read = [read + count for read, count in zip(self._read, counts, strict=True)]
         self._counts = [0] * len(counts)
 
-    def _reserve(self, new: int) -> None:
-        """Create or enlarge the cache so that ``new`` more positions per row fit."""
+    def _reserve(self, new: int) -> None:  # positions per row
         pending = 0 if self._ancestors is None else self._ancestors.shape[1]
         needed = max(self.lengths) + self._chain + pending + new
         if self._cache is None:
@@ -278,7 +262,7 @@ class LMSession(StepwiseSession):
     def __init__(
         self, drafter: StepwiseDrafter, model: BaseModel, rows: int, logits: Callable[[Tensor], Tensor]
     ) -> None:
-        """Draft with ``model`` for ``rows`` rows; ``logits`` maps hidden states [B, F, D] to draft logits [B, F, W]."""
+        """``logits`` maps hidden states [B, F, D] to draft logits [B, F, W]."""
         self.drafter, self._logits = drafter, logits
         self.context = ModelCache(model, rows)
         self._slots: Tensor | None = None

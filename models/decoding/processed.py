@@ -30,12 +30,11 @@ from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseMod
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
-READ_LOGITS_ONLY = (
+READ_LOGITS_ONLY = (  # not the tokens so far
     *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TopHLogitsWarper, MinPLogitsWarper),
     *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization),
     SuppressTokensLogitsProcessor,
 )
-"""Processors that read only the logits, not the tokens so far."""
 WITH_STATE = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 """transformers' own processors whose results depend on earlier calls."""
 
@@ -45,18 +44,15 @@ class ProcessedSampler:
 
     transformers' ``generate`` calls processors with a batch whose rows have one length: prompts are padded on the left,
     and finished rows on the right. In our loop, rows have different lengths. Processors are therefore called once for
-    each length that occurs. Rows of other lengths are cut or padded on the right for that call, and their results are
-    not used.
+    each length that occurs. Rows of other lengths are cut or padded on the right, and their results are not used.
     """
 
     plain_greedy = False
     description = ""  # the settings of ``generate`` that the processors apply
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
-        """Create a sampler for ``prompts`` [B, T], with ``padding`` padding tokens on the left of each.
-
-        ``pad`` is the token id for padding on the right. Without ``sample``, the argmax is taken.
-        """
+        """``prompts`` [B, T] have ``padding`` padding tokens on the left of each. ``pad`` is the token id for padding
+        on the right. Without ``sample``, the argmax is taken."""
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
         for processor in processors:
             if isinstance(processor, TemperatureLogitsWarper):
@@ -69,7 +65,6 @@ class ProcessedSampler:
         ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [n, V] of the tokens after the n rows of ``contexts``."""
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
@@ -110,11 +105,9 @@ class ProcessedSampler:
 
 
 def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: OutputSampler) -> TargetSampler:
-    """Return a sampler with the distribution of transformers' ``generate`` for the prompt ``ids``.
-
-    ``given`` overrides the base's generation config. To get the processors, transformers' ``generate`` is called
-    without decoding. Processors with state (``WITH_STATE``) are left out.
-    """
+    """Return a sampler with the distribution of transformers' ``generate`` for the prompt ``ids``. ``given`` overrides
+    the base's generation config. transformers' ``generate`` is called without decoding, to get the processors. Those
+    ``WITH_STATE`` are left out."""
     prompts, call = torch.tensor([ids], device=base.device), dict[str, Any]()
 
     def capture(
@@ -160,11 +153,9 @@ def sampling_lines(base: BaseModel, sampler: TargetSampler) -> list[str]:
 
 
 def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: int) -> None:
-    """Reject processors whose results depend on earlier calls, because calls for rejected drafts would change them.
-
-    A processor that is not transformers' own is tried: it is called for the prompt, for a longer text, and for the
-    prompt again, which must give the first result.
-    """
+    """Reject processors whose results depend on earlier calls, because calls for rejected drafts would change them. A
+    processor that is not transformers' own is tried: for the prompt, for a longer text, and for the prompt again, which
+    must give the first result."""
     for processor in processors:
         name = type(processor).__name__
         if name in WITH_STATE:

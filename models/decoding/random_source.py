@@ -1,8 +1,7 @@
 """Random numbers of sampled drafting and sampled verification.
 
-An acceptance rule only asks a ``RandomSource`` for Bernoulli decisions and for samples of a distribution. The same
-rule therefore runs with random numbers (``PerRowRng``) and with enumeration of all outcomes
-(``eval/lossless/enumerate.py``).
+An acceptance rule only asks a ``RandomSource`` for Bernoulli decisions and samples. The same rule therefore runs with
+random numbers (``PerRowRng``) and with enumeration of all outcomes (``eval/lossless/enumerate.py``).
 
 Shape legend: B rows, V vocabulary, C samples per row.
 """
@@ -22,27 +21,19 @@ class RandomSource(Protocol):
     """Random decisions and samples for a batch of rows."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return one decision per row, [B] bool: True with probability min(1, p / q), and False in inactive rows.
-
-        ``p`` and ``q`` are [B] float, ``active`` [B] bool.
-        """
+        """Return one decision per row, [B] bool: True with probability min(1, p / q), False if not ``active`` [B]."""
         ...
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Return a sample of each unnormalised distribution: ``probs`` [B, C, V] -> [B, C] int64.
-
-        A distribution of zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts
-        this many tokens later in the answer; None: of this step.
-        """
+        """Return a sample of each unnormalised distribution: ``probs`` [B, C, V] -> [B, C] int64. A distribution of
+        zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts this many tokens
+        later."""
         ...
 
 
 class PerRowRng:
-    """The random numbers of one decode step, from separate generators for each row.
-
-    The numbers of a row depend only on its seed, on its position and on the stream, not on other rows or on the numbers
-    that earlier steps used. The same seed therefore gives the same answer in any batch.
-    """
+    """The random numbers of one decode step, from separate generators for each row. They depend only on the row's seed,
+    its position and the stream, so the same seed gives the same answer in any batch."""
 
     def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
         """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``."""
@@ -56,9 +47,7 @@ class PerRowRng:
 
     def uniform(self, samples: bool, count: int, offset: int) -> Tensor:
         """Return the next ``count`` numbers in [0, 1) of each row, of a step that starts ``offset`` tokens later.
-
-        ``bernoulli`` and ``categorical`` use separate numbers: ``samples`` is True for those of ``categorical``.
-        """
+        ``samples``: those of ``categorical``, which ``bernoulli`` does not use."""
         key = samples, offset
         if key not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
@@ -68,7 +57,6 @@ class PerRowRng:
         return numbers.clamp_(max=1 - torch.finfo(self._dtype).eps / 2).to(self._device, non_blocking=True)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return ``u * q < p`` for each active row's next random number u in [0, 1), and False for inactive rows."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
             self._decisions = torch.cat([self._decisions, self.uniform(False, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
@@ -77,10 +65,8 @@ class PerRowRng:
         return active & (u * q < p)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Return a sample of each distribution in [B, C, V], by inverting its cumulative sum in float64 (MPS: float32).
-
-        A token of probability 0 is never drawn, unless all have probability 0.
-        """
+        """Sample each distribution [B, C, V] by inverting its cumulative sum in float64 (MPS: float32). A token of
+        probability 0 is never drawn, unless all have probability 0."""
         _, count, vocabulary = probs.shape
         points = self.uniform(True, count, offset or 0)
         cumulative = probs.to(self._dtype).cumsum(-1)
@@ -91,10 +77,8 @@ class PerRowRng:
 
 
 def sampling_point(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) that draws the token at ``position`` (from 0) of an answer.
-
-    It is the number used without drafts, and with top-k drafts and the exact rule (``acceptance.naive_sampling``).
-    """
+    """Return the random number in [0, 1) that draws the token at ``position`` (from 0) of an answer, without drafts, or
+    with top-k drafts and the exact rule (``acceptance.naive_sampling``)."""
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 

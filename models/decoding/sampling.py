@@ -33,7 +33,7 @@ from drafthead.settings.schema import (
 
 @dataclass(frozen=True)
 class Contexts:
-    """The prompt and answer of every row so far: the tokens before those that are predicted."""
+    """The tokens of every row before those that are predicted: prompt and answer so far."""
 
     tokens: Tensor  # [B, T] int64; shorter rows are padded on the right by repeating one of their tokens
     lengths: Tensor  # [B] int64, without padding
@@ -93,10 +93,8 @@ class Sampler:
         return self.probs(logits, None if contexts is None else contexts.tokens)
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
-        """Return the distributions [B, V] of the next tokens; at temperature 0 one-hot at the first argmax.
-
-        ``context`` [B, T] int64 are the tokens so far, for the repetition penalty.
-        """
+        """Return the distributions [B, V] of the next tokens; at temperature 0 one-hot at the first argmax. ``context``
+        [B, T] int64 are the tokens so far, for the repetition penalty."""
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty is not None and self.reads_context:
             if context is None:
@@ -110,7 +108,7 @@ class Sampler:
 
 
 WARPERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "typical_p")} | {"eta": "eta_cutoff"}
-"""Maps our names of settings to transformers' names, for the settings that greedy decoding ignores."""
+"""Our names -> transformers' names, for the settings that greedy decoding ignores."""
 
 
 @settings(frozen=True, kw_only=True)

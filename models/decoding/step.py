@@ -59,20 +59,17 @@ class DecodeConfig:
     eos_ids: frozenset[int] = frozenset()  # nothing is committed after one of them
     with_entropy: bool = False  # measure ``StepRecord.entropy``
     timed: bool = False
-    """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
-    Without it, the time of unfinished device work counts in a later part; ``total_s`` is right either way."""
+    """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact;
+    ``total_s`` always is."""
 
     @property
     def greedy(self) -> bool:
-        """True if a step needs only the target's argmax, and no probabilities."""
         return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
     @property
     def same_text(self) -> bool:
-        """True if the answer equals that of decoding without drafts with the same seed, at any temperature.
-
-        False for sampled drafts, although the exact rule then still gives equal answers at temperature 0.
-        """
+        """True if the answer equals that of decoding without drafts with the same seed, at any temperature. (With
+        sampled drafts, the exact rule gives equal answers only at temperature 0.)"""
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
 
@@ -80,8 +77,7 @@ class DecodeConfig:
 class Step:
     """The result of one decode step, for all rows of a batch."""
 
-    tokens: list[list[int]]
-    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token."""
+    tokens: list[list[int]]  # to append to each row's answer: the accepted drafts, then the bonus
     records: list["StepRecord"]  # of each row, without ``total_s``
     proposal: Proposal
     acceptance: Acceptance
@@ -99,9 +95,7 @@ class StepRecord:
     depth: int  # drafts on the longest path
     accepted: int  # drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards
     committed: int  # tokens added to the answer: accepted drafts and the bonus, without those cut off
-    entropy: float = float("nan")
-    """Entropy, in nats, of the target's distribution of the step's first token, before temperature and top-p; nan
-    unless it was measured."""
+    entropy: float = float("nan")  # in nats, of the target's first token, before temperature and top-p; or nan
     draft_s: float  # see ``DecodeConfig.timed``
     verify_s: float  # the base's pass over the tree
     total_s: float = 0.0  # the whole step, which also accepts, commits and records
@@ -120,25 +114,21 @@ class DecodeResult:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens added per step: accepted drafts and the target's own token. 1 in plain decoding."""
         return mean_accepted_length(self.steps)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the answer, divided by the time of prefill and decoding."""
         return len(self.tokens) / self.total_s
 
 
 def mean_accepted_length(steps: Sequence[StepRecord]) -> float:
-    """Return the mean number of tokens that ``steps`` added; 1 without steps."""
+    """Return the mean number of tokens that ``steps`` added, the target's own included; 1 without steps."""
     return sum(step.committed for step in steps) / len(steps) if steps else 1.0
 
 
 class DecodeState:
-    """State of the rows being decoded: the base's cache, the drafter's session, and the last token of each row.
-
-    The last token is committed, but the base and the drafter have not read it yet: it is the root of the next tree.
-    """
+    """State of the rows being decoded: the base's cache, the drafter's session, and the last token of each row. The
+    last token is committed, but the base and the drafter have not read it yet: it is the root of the next tree."""
 
     def __init__(
         self,
@@ -149,7 +139,7 @@ class DecodeState:
         session: Session | None,
         last_token: Tensor,
     ) -> None:
-        """Continue after ``last_token`` [B] int64; ``cache`` and ``session`` have all tokens before it."""
+        """``cache`` and ``session`` have all tokens before ``last_token`` [B] int64."""
         self.base, self.drafter, self.config = base, drafter, config
         self.cache, self.session, self.last_token = cache, session, last_token
         self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
@@ -168,11 +158,8 @@ class DecodeState:
         capacity: int,
         nodes: int | None = None,
     ) -> "DecodeState":
-        """Return a state of ``rows`` rows without tokens.
-
-        ``capacity`` is the largest number of tokens in a row, including the nodes of one tree. A tree has up to
-        ``nodes`` nodes (None: those of the tree of ``config``).
-        """
+        """Return a state of ``rows`` rows without tokens. ``capacity`` is the largest number of tokens in a row,
+        including the nodes of one tree, of which there are up to ``nodes`` (None: those of the tree of ``config``)."""
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
         cache = base.new_cache(capacity, nodes, rows)
@@ -185,10 +172,8 @@ class DecodeState:
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
-
-        The common beginning is shorter than every prompt, because each row must read at least one token itself. Only
-        for decoding without a drafter.
-        """
+        It is shorter than every prompt, because each row must read a token itself. Only for decoding without a
+        drafter."""
         if len(prompts) > 1 and (ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1])):
             cache = self.base.new_cache(len(ids))
             hidden = self.base.forward(torch.tensor([ids], device=self.base.device), cache).final
@@ -201,16 +186,11 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill the rows one by one, and set the first answer token of each row as its last token.
+        """Prefill the rows one by one, set each row's last token, and return the base's final states [T, D] of each
+        prompt.
 
-        Args:
-            prompts: token ids of each prompt.
-            rng: random numbers for the first tokens; None for greedy decoding.
-            first: [B] int64 the first tokens of the answers, if they are already known.
-            rows: rows whose answers the prompts replace: a single one, or None for all.
-
-        Returns:
-            The base's final hidden states of each prompt, [T, D].
+        ``rng`` draws the first answer tokens (None: greedy decoding) unless ``first`` [B] int64 has them already. The
+        prompts replace the answers of ``rows``: a single one, or None for all.
         """
         rows = list(range(len(prompts))) if rows is None else rows
         hidden_states = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
@@ -258,11 +238,9 @@ class DecodeState:
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, most_tokens: list[int] | None = None
     ) -> Step:
-        """Draft, verify, accept and commit for all rows.
-
-        ``seeds`` and ``positions`` (tokens in each row's answer) decide the random numbers of the step. ``depth`` and
-        ``most_tokens`` are the largest numbers of levels to draft, and of tokens to commit in each row; None: no limit.
-        """
+        """Draft, verify, accept and commit for all rows. ``seeds`` and ``positions`` (tokens in each row's answer)
+        decide the random numbers. ``depth`` and ``most_tokens`` limit the levels to draft, and the tokens to commit in
+        each row; None: no limit."""
         started = perf_counter()
         proposal = self._draft(seeds, positions, depth)
         drafted = self._time()
@@ -305,7 +283,7 @@ class DecodeState:
     def _accept(
         self, proposal: Proposal, logits: Tensor, choices: Tensor | None, seeds: list[int], positions: list[int]
     ) -> Acceptance:
-        """Accept a path of each tree; ``choices`` [B, N] are the target's argmax if decoding is greedy."""
+        # ``choices`` [B, N] are the target's argmax if decoding is greedy.
         if choices is not None:
             return greedy(proposal, choices)
         target = target_probs(logits, self.config.sampler, self._contexts(list(range(len(seeds)))), proposal)
@@ -313,7 +291,6 @@ class DecodeState:
         return self.config.rule.verify(proposal, target, rng, return_probs=self.config.return_probs)
 
     def _commit(self, nodes: Tensor, path: Tensor, hidden: HiddenStates, counts: list[int]) -> None:
-        """Commit the first ``counts[b]`` of the accepted ``nodes`` [B, P] to the caches of base and drafter."""
         self.cache.commit_path(nodes, counts)
         if self.session is not None:
             self.session.commit(path, counts, hidden, nodes)
@@ -324,7 +301,7 @@ class DecodeState:
         return perf_counter()
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return each row's number of tokens to commit, [B]: ``counts``, cut to ``most_tokens`` and the first EOS."""
+        """Return ``counts`` [B] of tokens to commit, cut to ``most_tokens`` and the first EOS."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -347,7 +324,7 @@ class DecodeState:
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Empty the cache of ended ``rows``, because steps still add tokens to it. Do nothing in a batch of one row."""
+        """Empty the cache of ended ``rows``, because steps still add tokens to it; keep a batch of one row."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
@@ -363,10 +340,8 @@ class DecodeState:
 
 
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
-    """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
-
-    ``logits`` [B, N, V] are those after all nodes. ``contexts`` has the tokens up to the roots, included.
-    """
+    """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V]. ``logits`` [B, N,
+    V] are those after all nodes. ``contexts`` has the tokens up to the roots, included."""
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
     def after(nodes: Tensor) -> Tensor:
@@ -378,10 +353,8 @@ def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | No
 
 
 def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contexts:
-    """Return the contexts of ``nodes`` [B, M], as B * M rows.
-
-    Each is a row of ``contexts``, which ends with the root, followed by the drafts on the path to the node.
-    """
+    """Return the contexts of ``nodes`` [B, M], as B * M rows: a row of ``contexts``, which ends with the root, followed
+    by the drafts on the path to the node."""
     shape, roots = proposal.shape, proposal.tokens[:, :1, None]
     (batch, per_row), rows = nodes.shape, torch.arange(len(nodes), device=nodes.device)[:, None]
     on_path = shape.ancestors.expand(batch, -1, -1)[rows, nodes]
@@ -409,8 +382,7 @@ def _path(proposal: Proposal, acceptance: Acceptance) -> tuple[Tensor, Tensor]:
     return path, tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
 
 
-def _entropy(scores: Tensor) -> Tensor:
-    """Return the entropies [B], in nats, of the distributions of logits [B, V]."""
+def _entropy(scores: Tensor) -> Tensor:  # [B, V] logits -> [B] nats
     probabilities = scores.softmax(-1)
     # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
     log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
@@ -419,7 +391,7 @@ def _entropy(scores: Tensor) -> Tensor:
 
 
 def _on_host(numbers: dict[str, Tensor], tokens: Tensor) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return each row's ``numbers``, [B] each, and its committed tokens, of [B, P]: the step's only wait."""
+    """Return each row's ``numbers`` and committed tokens on the host: the step's only wait."""
     wide = wide_dtype(tokens.device)
     columns = [number.to(wide)[:, None] for number in numbers.values()]
     records, answers = [], []
@@ -431,7 +403,7 @@ def _on_host(numbers: dict[str, Tensor], tokens: Tensor) -> tuple[list[dict[str,
 
 
 def _sizes(proposal: Proposal) -> dict[str, Tensor]:
-    """Return each row's number of drafted nodes (``proposed``) and of drafts on the longest path (``depth``), [B]."""
+    """Return each row's number of drafted nodes, and of drafts on the longest path, [B]."""
     shape, roots = proposal.shape, proposal.tokens[:, 0]
     if shape.tree is not None:
         return {

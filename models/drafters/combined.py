@@ -55,10 +55,8 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """Base class of sessions with one session per drafter; a subclass defines ``draft``.
-
-    The drafters' sessions all get the same committed tokens, and none uses the target's cache.
-    """
+    """Base class of sessions with one session per drafter; a subclass defines ``draft``. The drafters' sessions all get
+    the same committed tokens, and none uses the target's cache."""
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
@@ -81,10 +79,8 @@ class CompositeSession(Session):
             session.commit(tokens, counts, hidden, self.nodes_of(session, nodes))
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        """Return the numbers of ``nodes`` of the combined tree in the tree of ``session``, for its ``commit``.
-
-        This base class returns None: ``session`` keeps none of its nodes.
-        """
+        """Return the numbers of ``nodes`` of the combined tree in the tree of ``session``, for its ``commit``. This
+        base class returns None: ``session`` keeps none of its nodes."""
         return None
 
     def select(self, rows: list[int]) -> None:
@@ -105,11 +101,11 @@ class CombinedDrafter(CompositeDrafter):
 
     Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes`` is
     the size up to which the first drafter fills the union. The other drafters draft first and are never cut, so the
-    union can be larger. The first drafter's tree is then cut to the nodes that still fit, perhaps to the root alone.
-    Nodes with the lowest depth plus ranks remain, which are probably its likeliest ones.
-    How many nodes the others drafted depends on the context alone, not on what is sampled next, so the output stays
-    exact. All rows of a batch get as many nodes of the first drafter as the row with the most other nodes allows. On a
-    device whose tensors the host cannot read freely, such as a GPU, every drafter drafts its whole tree.
+    union can be larger. The first drafter's tree is then cut to the nodes that still fit, perhaps to the root alone:
+    those with the lowest depth plus ranks, which are probably its likeliest ones. How many nodes the others drafted
+    depends on the context alone, so the output stays exact. All rows of a batch get as many nodes of the first drafter
+    as the row with the most other nodes allows. On a GPU, whose tensors the host cannot read freely, every drafter
+    drafts its whole tree.
     """
 
     def __init__(
@@ -119,10 +115,8 @@ class CombinedDrafter(CompositeDrafter):
         nodes: int | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Combine ``drafters``, whose candidates are tried in this order.
-
-        By default each drafts its own tree, or a chain over all its positions. ``names`` are for reports.
-        """
+        """Combine ``drafters``, whose candidates are tried in this order. By default each drafts its own tree, or a
+        chain over all its positions. ``names`` are for reports."""
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
         if len(self.trees) != len(self.drafters):
@@ -191,10 +185,8 @@ class CombinedSession(CompositeSession):
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:
-    """Join ``trees`` at one root without merging nodes, which is the largest possible union.
-
-    The ranks of the root's children continue from tree to tree, so that children of different trees stay separate.
-    """
+    """Join ``trees`` at one root without merging nodes, which is the largest possible union. The ranks of the root's
+    children continue from tree to tree, so that children of different trees stay separate."""
     paths: list[tuple[int, ...]] = []
     offset = 0
     for tree in trees:
@@ -204,11 +196,11 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
-    """Return the union of the drafted trees, and for each drafter a tensor [B, N] with a number per node of the union.
+    """Return the union of the drafted trees, and per drafter a tensor [B, N] of each node's number in its own tree.
 
-    It is the node's number in the drafter's own tree; -1 for nodes that the drafter did not draft. Nodes of two
-    drafters with the same tokens from the root become one node. Equal samples of one drafter stay separate nodes: both
-    may have the same children, which one merged node would have twice.
+    The number is -1 for nodes that the drafter did not draft. Nodes of two drafters with the same tokens from the root
+    become one node. Equal samples of one drafter stay separate nodes: both may have the same children, which one merged
+    node would have twice.
     """
     drafting = [n for n, proposal in enumerate(proposals) if len(proposal.shape) > 1] or [0]
     device = proposals[0].tokens.device
@@ -251,8 +243,7 @@ class _Table:
         sizes = [len(shape) - 1 for shape in shapes]
         self.offsets = [0, *accumulate(sizes)]  # a drafter's node n > 0 is node offset + n of the list
 
-        def joined(values: Iterable[Tensor]) -> Tensor:
-            """Join the values [B or 1, N] of the proposals' nodes to [B, M], with the root's value only once."""
+        def joined(values: Iterable[Tensor]) -> Tensor:  # [B or 1, N] each -> [B, M], with the root only once
             return torch.cat([value[:, min(n, 1) :].expand(rows, -1) for n, value in enumerate(values)], 1)
 
         self.tokens, self.depths = joined(p.tokens for p in proposals), joined(shape.depths for shape in shapes)
@@ -261,15 +252,12 @@ class _Table:
         self.owner = on_device([0, *(n for n, size in enumerate(sizes) for _ in range(size))], device)
         free = is_host(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
-        self.shared_depth = levels[1]
-        """Largest depth at which two drafters can have nodes; deeper nodes cannot coincide."""
+        self.shared_depth = levels[1]  # deeper nodes of two drafters cannot coincide
 
 
 def _same_node(table: _Table) -> Tensor:
-    """Return, for each node of ``table``, the index of the node that represents it in the union, [B, M] int64.
-
-    That is the node itself, or an earlier drafter's node with the same tokens from the root.
-    """
+    """Return, for each node of ``table``, the index of the node that represents it in the union, [B, M] int64: itself,
+    or an earlier drafter's node with the same tokens from the root."""
     rows, count = table.tokens.shape
     device = table.tokens.device
     index = torch.arange(count, device=device)
@@ -290,12 +278,8 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number the union's nodes; ``same`` [B, M] is the result of ``_same_node``.
-
-    Returns:
-        The parents [B, N] and tokens [B, N] of the union's nodes, and the number of each node of ``table`` in the
-        union, [B, M].
-    """
+    """Number the union's nodes, from ``same`` [B, M] of ``_same_node``. Return their parents [B, N] and tokens [B, N],
+    and the number in the union of each node of ``table``, [B, M]."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
@@ -312,9 +296,7 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, dropped: int) -> Tensor:
     """Return the numbers in the union of a drafter's ``count`` nodes, [B, count]; padding gets the number ``dropped``.
-
-    ``new_number`` [B, M] is the union's number of each node of ``table``. It maps padding to the root.
-    """
+    ``new_number`` [B, M] is the union's number of each node of ``table``. It maps padding to the root."""
     nodes = torch.arange(count, device=new_number.device) + table.offsets[drafter]
     nodes[:1] = 0  # a slice is filled; writing one element would wait for the device
     padding = table.parents[:, nodes] < 0
@@ -324,9 +306,7 @@ def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, dro
 
 def _at_nodes(numbers: Tensor, values: Tensor, count: int, fill: int) -> Tensor:
     """Return [B, ``count``, ...] with ``values`` [B, n, ...] at the nodes ``numbers`` [B, n], and ``fill`` elsewhere.
-
-    Values with the number ``count`` are dropped.
-    """
+    Values with the number ``count`` are dropped."""
     at = numbers.view(*numbers.shape, *(1,) * (values.ndim - 2)).expand_as(values)
     return values.new_full((len(values), count + 1, *values.shape[2:]), fill).scatter_(1, at, values)[:, :count]
 
@@ -335,8 +315,8 @@ def _candidates(proposals: Sequence[Proposal], numbers: list[Tensor], count: int
     """Return ``Proposal.shape.children`` and ``Proposal.prob_index`` [B, N, S] of the union of ``count`` = N nodes.
 
     ``numbers`` are the results of ``_list_nodes``. Each drafter's candidates first get columns of their own, because a
-    node of the union stands for at most one node per drafter. Then each node's candidates move to the first columns;
-    on a CPU, columns that no node uses are removed.
+    node of the union stands for at most one node per drafter. Then each node's candidates move to the first columns; on
+    a CPU, columns that no node uses are removed.
     """
     by_drafter, probs = [], 0
     for proposal, at in zip(proposals, numbers, strict=True):

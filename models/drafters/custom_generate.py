@@ -1,8 +1,6 @@
 """``model.generate(..., custom_generate=drafthead.custom_generate(head))``: stock ``generate`` with drafts.
 
 transformers prepares prompts, logits processors and stopping criteria. drafthead's decoding loop then answers all rows.
-Rows get different numbers of tokens per step there. ``Replay`` therefore calls stopping criteria, streamer and
-processors as stock ``generate`` does: once for each token, with all rows.
 
 Shape legend: B rows, T tokens.
 """
@@ -48,8 +46,7 @@ UNSUPPORTED = (
     *("token_healing", "output_attentions", "output_hidden_states", "cache_implementation", "synced_gpus"),
 )
 """Arguments and settings of ``generate`` that are rejected, unless they have no effect."""
-MODES = ("training", "attn_temperature_tuning")
-"""Attributes of the model's modules that are set to False during decoding, because they change results."""
+MODES = ("training", "attn_temperature_tuning")  # set to False in the model's modules during decoding
 PREPARED = ("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
 """Arguments of the model that ``generate`` itself adds to every call, so they are not rejected. ``attention_mask`` and
 ``position_ids`` must fit left-padded prompts; a user's own cache is refused; the others are ignored."""
@@ -111,11 +108,9 @@ _folder = lru_cache(maxsize=8)(resolve_folder)  # looks up a Hub repository once
 
 
 def _arguments_of_generate() -> dict[str, Any]:
-    """Return the arguments of the running ``model.generate``, if one is running.
-
-    transformers does not pass streamer, tokenizer and ``custom_generate`` to a custom function, so they are read from
-    the stack. Keywords come from the frame that called ``generate``, because ``generate`` changes its own copy.
-    """
+    """Return the arguments of the running ``model.generate``, if one is running. transformers does not pass streamer,
+    tokenizer and ``custom_generate`` to a custom function, so they are read from the stack. Keywords come from the
+    frame that called ``generate``, because ``generate`` changes its own copy."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -157,10 +152,8 @@ def _check_call(
 
 @dataclass
 class Replay:
-    """Calls stopping criteria, streamer and processors as stock ``generate`` does: once per token, with all rows.
-
-    The decoding loop answers rows by several tokens per step, so a row may be ahead of these calls.
-    """
+    """Calls stopping criteria, streamer and processors as stock ``generate`` does: once per token, with all rows. The
+    decoding loop answers rows by several tokens per step, so a row may be ahead of these calls."""
 
     ids: Tensor  # [B, T] left-padded prompts, then the tokens of earlier steps if criteria or scores need them
     padding: list[int]  # padding tokens of each prompt
@@ -219,9 +212,7 @@ class Replay:
 
     def advance(self, _tokens: Sequence[int]) -> None:
         """Make the calls for every step whose tokens are known in all rows; it is called after each row's new tokens.
-
-        Ended rows get the pad token if there is one; otherwise, their tokens must be known too.
-        """
+        Ended rows get the pad token if there is one; otherwise, their tokens must be known too."""
         while not all(self.finished):
             padded = [done and self.pad is not None for done in self.finished]
             if any(not pad and len(row.answer) <= len(self.tokens) for pad, row in zip(padded, self.rows, strict=True)):
@@ -230,8 +221,7 @@ class Replay:
             with torch.inference_mode(False), torch.no_grad():
                 self._step(padded)
 
-    def _step(self, padded: list[bool]) -> None:
-        """Make the calls of the next step. Rows with ``padded[row]`` have ended and get the pad token."""
+    def _step(self, padded: list[bool]) -> None:  # True for rows that have ended and get the pad token
         step = len(self.tokens)
         if self.scores is not None or self.logits is not None:
             # 0 for finished rows, which the base does not read any more
@@ -275,8 +265,7 @@ class _Attached:
         self.lock = RLock()
         self.base: BaseModel | None = None
         self.weights: tuple[object, ...] = ()  # address and dtype of each weight when ``base`` was made
-        self.heads: dict[tuple[str, int], DraftHead] = {}
-        """The last head, by its folder and the modification time (in ns) of ``model.safetensors``, 0 without one."""
+        self.heads: dict[tuple[str, int], DraftHead] = {}  # the last, by folder and mtime (ns) of its weights or 0
 
     def __reduce__(self) -> tuple[type["_Attached"], tuple[()]]:
         return _Attached, ()
@@ -286,8 +275,8 @@ class _Attached:
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
     """Yield a base that wraps ``model``, and the head of ``source``, a saved head's folder or a loaded head.
 
-    The first call compares the model with stock transformers and loads the head. Later calls compare again only if
-    weights have moved or have another dtype. The head is loaded again in these cases, for another folder, and if its
+    The first call compares the model with stock transformers and loads the head. Later calls do so again only if
+    weights have moved or have another dtype. The head is also loaded again for another folder, or if its
     ``model.safetensors`` has changed. A loaded head of this model is used with its own base, without a comparison.
     Afterwards, the model has its own attention, modes and ``requires_grad`` again.
     """

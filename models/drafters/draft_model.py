@@ -19,16 +19,12 @@ class LMDrafter(Drafter):
     """Base class of drafters that use a causal LM with the target's tokenizer; a subclass defines ``open``."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
-        """Draft with ``model``, which must be on the target's device.
-
-        Without ``target``, its vocabulary must have as many ids as that of ``model``. If the target's vocabulary has
-        more (padding), the additional ids are never drafted.
-        """
+        """Draft with ``model``, which must be on the target's device. Without ``target``, both vocabularies must have
+        the same size. If the target's has more ids (padding), those are never drafted."""
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
         self.model, self.depth = model, num_tokens
-        # Width of ``Proposal.probs``; without ``target``, both vocabularies must have the same size.
-        self.vocab_size: int = (target or model).vocab_size
+        self.vocab_size: int = (target or model).vocab_size  # width of ``Proposal.probs``
         if model.vocab_size > self.vocab_size:
             raise UserError(
                 f"the draft model {model.name} has {model.vocab_size} ids but the target has "
@@ -51,10 +47,8 @@ class ModelDrafter(LMDrafter):
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:
-    """Return a drafter for ``base`` made of its first ``layers`` layers, final norm and output head.
-
-    ``layers`` must be below the number of layers. The drafter shares the weights of ``base``, but has its own cache.
-    """
+    """Return a drafter made of the first ``layers`` layers of ``base``, below their number, its final norm and output
+    head. It shares the weights of ``base``, but has its own cache."""
     if not 1 <= layers < base.num_layers:
         raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")
     stack = nn.ModuleList(list(base.model.model.layers)[:layers])

@@ -86,15 +86,12 @@ class DrafterConfig:
         parse_drafter(self.drafter)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
-        """Build the drafter of these settings; return the drafter and its draft config.
-
-        ``head``, with the draft config ``head_config``, is the drafter that the word ``head`` stands for.
-        """
+        """Return the drafter of these settings, in which the word ``head`` stands for ``head``, and its draft
+        config."""
         return build_drafter(parse_drafter(self.drafter), base, head, head_config, self.tree_nodes)
 
 
 def parse_drafter(text: str) -> Expression:
-    """Return the expression in ``text``; raise a ``UserError`` if it is not a drafter."""
     kind, colon, first = text.partition(":")
     if kind == "head" and "+" in first and Path(first).is_dir():
         return Expression(text, kind, first)
@@ -170,7 +167,7 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Return True if ``spec`` is written like an expression, and is not the path of an existing folder."""
+    # The path of an existing folder may look like an expression.
     is_expression = "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
     return is_expression and not Path(spec).is_dir()
 
@@ -182,20 +179,12 @@ def build_drafter(
     head_config: DraftConfig | None = None,
     nodes: int | None = None,
 ) -> tuple[Drafter, DraftConfig]:
-    """Return the drafter of an expression and its draft config.
+    """Return the drafter of an expression and its draft config; raise a UserError if drafters or base do not fit.
 
-    Args:
-        expression: the drafter to build.
-        base: the target.
-        head: the drafter that the word ``head`` stands for. With None, ``head`` alone is rejected.
-        head_config: the draft config of ``head``. The other drafters use its kind of draft sampling.
-        nodes: nodes up to which the first drafter fills a combined tree, root included; None: the size of its own tree.
-            A head's tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head
-            and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of both
-            trees.
-
-    Raises:
-        UserError: the drafters do not fit together or do not fit the base.
+    The word ``head`` stands for ``head``, and None rejects it. The other drafters use the draft sampling of
+    ``head_config``. The first drafter fills a combined tree up to ``nodes`` nodes, root included (None: the size of its
+    own tree). A head's tree was sized for this machine, and more nodes cost time: on 36 Spec-Bench-like answers, a head
+    and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
     """
     parts = [build_drafter(operand, base, head, head_config, nodes) for operand in expression.parts]
     if expression.kind == "combine":
@@ -226,11 +215,8 @@ def build_drafter(
 
 
 def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """Return the base, the drafter and its draft config.
-
-    ``spec`` is a head's folder or repository, or an expression such as ``model:NAME+prompt_lookup``. If ``config``
-    names no base, the base of the head is loaded: in an expression, that of the first ``head:FOLDER``.
-    """
+    """Return the base, the drafter and its draft config. ``spec`` is a head's folder or repository, or an expression
+    such as ``model:NAME+prompt_lookup``. If ``config`` names no base, that of the (first) head is loaded."""
     if not is_drafter(spec):
         base, head = load_base_and_head(spec, config)
         return base, head, default_draft_config(head)

@@ -14,13 +14,10 @@ class Kind:
     """Syntax of one kind of drafter in expressions: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
 
     form: str  # the syntax as messages show it, such as ``model:NAME[:TOKENS]``
-    build: Callable[["Expression", BaseModel, Parts], Drafter]
-    """Builds the drafter for the target; ``Parts`` are those of a combination."""
+    build: Callable[["Expression", BaseModel, Parts], Drafter]  # for the target; ``Parts`` of a combination
     tokens: int = 0  # number of tokens to draft by default; 0 for kinds that have no number of tokens
-    numbers: tuple[int, int] = (0, 0)
-    """How many NUMBERs an expression must have, and how many it can have: (1, 2) for ``early_exit:LAYERS[:TOKENS]``."""
-    tokens_at: int = 0
-    """Index, from 0, of the NUMBER that is the number of tokens to draft. Without this NUMBER, ``tokens`` is used."""
+    numbers: tuple[int, int] = (0, 0)  # NUMBERs required and allowed: (1, 2) for ``early_exit:LAYERS[:TOKENS]``
+    tokens_at: int = 0  # index, from 0, of the NUMBER that replaces ``tokens``
     takes_name: bool = False
     needs_name: bool = False
     name_last: bool = False  # the NAME follows one NUMBER
@@ -43,11 +40,9 @@ class Expression:
 
     @property
     def tokens(self) -> int:
-        """Largest number of tokens to draft; only for single drafters other than heads."""
         return self.most_tokens or self.default_tokens
 
     def walk(self) -> Iterator["Expression"]:
-        """Yield this expression and all expressions in it."""
         yield self
         for part in self.parts:
             yield from part.walk()

@@ -49,17 +49,14 @@ class TokenBuffer:
         return TokenBuffer(wider[:, : max(lengths)], lengths)
 
     @property
-    def ends(self) -> Tensor:
-        """[B] int64."""
+    def ends(self) -> Tensor:  # [B] int64
         return on_device(self.lengths, self.tokens.device)
 
 
 class PromptLookup(Drafter):
-    """A drafter that searches a row's prompt and answer for earlier occurrences of its last tokens.
-
-    Drafts are a function of the context, so they are top-k candidates for any ``draft_sampling``. Of a ``DraftConfig``
-    only the depth and the number of nodes are used.
-    """
+    """A drafter that searches a row's prompt and answer for earlier occurrences of its last tokens. Drafts are a
+    function of the context, so they are top-k candidates for any ``draft_sampling``. Only depth and number of nodes of
+    a ``DraftConfig`` are used."""
 
     def __init__(
         self,
@@ -69,15 +66,12 @@ class PromptLookup(Drafter):
         memory: int = 0,
         per_match: int | None = None,
     ) -> None:
-        """Set the limits of the search.
+        """Draft up to ``num_tokens`` tokens after each match.
 
-        Args:
-            num_tokens: largest number of tokens to draft after a match.
-            max_ngram: length of the longest n-gram to search for (None: any); shorter ones are the fallback.
-            matches: number of matches to draft from: the longest, and of equally long ones the latest (transformers:
-                the first).
-            memory: number of tokens of the latest answers and their prompts that are searched too.
-            per_match: largest number of drafts per token of the match.
+        N-grams of up to ``max_ngram`` tokens (None: any) are searched, longer ones first. ``matches`` is the number of
+        matches to draft from: the longest, and of equally long ones the latest (transformers: the first). ``memory``
+        tokens of the latest answers and their prompts are searched too. ``per_match`` is the largest number of drafts
+        per token of a match.
         """
         counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
         for name, value in counts.items():
@@ -111,9 +105,7 @@ class PromptLookup(Drafter):
 
     def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the ``depth`` = K tokens after each of the best M matches, and a mask of those to draft, [B, M, K].
-
-        Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or fewer in a shorter text.
-        """
+        Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or fewer in a shorter text."""
         if earlier := self._remembered.shape[1]:
             # Remembered answers stand before every row, so that their matches count as older than its own.
             self._remembered = self._remembered.to(text.tokens.device)
@@ -131,11 +123,8 @@ class PromptLookup(Drafter):
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the positions after the M best matches in ``text``, and the matches' lengths (0: none), [B, M] each.
-
-        Each length of n-gram takes a few tensor operations over all tokens. In "a b c a b", the n-gram "b" ends before
-        the positions 2 and 5, and so does the longer "a b". The one that ends the text is not a match with earlier
-        tokens, so the result is position 2, with length 2.
-        """
+        In "a b c a b", the n-gram "b" ends before the positions 2 and 5, and so does the longer "a b". The one that
+        ends the text is not a match with earlier tokens, so the result is position 2, with length 2."""
         (rows, width), ends = text.tokens.shape, text.ends
         device = text.tokens.device
         length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens before position e
@@ -199,9 +188,7 @@ class LookupSession(Session):
 
 def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:
     """Merge M continuations of ``last_token`` [B] into a tree per row, of up to ``nodes`` nodes with the root.
-
-    ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``. Earlier continuations get nodes first.
-    """
+    ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``. Earlier continuations get nodes first."""
     rows, matches, depth = tokens.shape
     device = tokens.device
     equal = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -25,24 +24,21 @@ from drafthead.models.kernels.packed import MAX_SCORES, PackedMask
 from drafthead.models.kernels.private_apis import other_base
 
 NAME = "drafthead"
+# Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window.
 HARMLESS = frozenset(
     (
         *("sliding_window", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
-"""Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window."""
-_no_varlen: set[torch.device] = set()
-"""Devices on which the kernel for documents of different lengths has failed."""
+_no_varlen: set[torch.device] = set()  # devices on which the kernel for documents of different lengths has failed
 _captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
 
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
-    """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each attention call.
-
-    This covers all calls of ``grouped_sdpa`` in the ``with`` block, by this thread.
-    """
+    """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each ``grouped_sdpa`` call in the
+    ``with`` block, by this thread."""
     queries: list[Tensor] = []
     token = _captured.set(queries)
     try:
@@ -77,11 +73,8 @@ def grouped_sdpa(
         scaling: factor that multiplies the scores; None: 1 / sqrt(E).
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
-        is_causal: False is refused.
-        kwargs: other keywords of transformers; refused unless ``HARMLESS`` or None.
-
-    Raises:
-        UserError: the layer uses a keyword that is not implemented here.
+        is_causal: False raises a UserError.
+        kwargs: other keywords of transformers; a UserError is raised unless they are ``HARMLESS`` or None.
     """
     unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
     if unknown or is_causal is False:
@@ -105,8 +98,7 @@ def _attend(
     scaling: float | None,
     sinks: Tensor | None,
     softcap: float | None,
-) -> Tensor:
-    """Compute ``grouped_sdpa`` without a packed mask, as [B, H, T, F]."""
+) -> Tensor:  # [B, H, T, F]
     if sinks is not None or softcap is not None:
         return _explicit(query, key, value, mask, dropout, scaling, sinks, softcap)
     grouped = query.shape[1] != key.shape[1]
@@ -136,10 +128,8 @@ def packed_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the attention [B, H, T, F] of packed rows, span by span, or by one kernel for all documents.
-
-    The arguments are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens.
-    """
+    """Return the attention [B, H, T, F] of packed rows, span by span, or by one kernel for all documents. The arguments
+    are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens."""
     shape = query.shape[0], query.shape[2]
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [N, heads, width]
     plain = not dropout and sinks is None and softcap is None
@@ -147,30 +137,30 @@ def packed_attention(
     if out is None:
         outputs = [] if mask.spans() else [query]
         for span in mask.spans():
-            q, k, v = query[span.queries], key[span.keys], value[span.keys]
+            parts = query[span.queries], key[span.keys], value[span.keys]
+            q, k, v = (states.transpose(0, 1)[None] for states in parts)
             seen = None if span.causal else span.seen[None, None]
-            states = (x.transpose(0, 1)[None] for x in (q, k, v))
-            outputs.append(_attend(*states, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+            outputs.append(_attend(q, k, v, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
         out = torch.cat(outputs)
     return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling: float | None) -> Tensor | None:
-    """Return the attention [N, H, E] of all documents by one kernel; None where there is no such kernel.
-
-    It is flash attention, so it takes 16-bit tensors on CUDA. If it fails, a warning says so once per device.
-    """
+    """Return the attention [N, H, E] of all documents by flash attention (16-bit tensors on CUDA); None if there is no
+    such kernel. If it fails, a warning says so once per device."""
     device = query.device
     fits = device.type == "cuda" and query.itemsize == 2 and query.shape[0::2] == value.shape[0::2]
     if not fits or device in _no_varlen:
         return None
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and only for CUDA
+
     window = -1 if mask.window is None else mask.window - 1
     sizes = mask.cumulative, mask.cumulative, mask.longest, mask.longest
     grouped = query.shape[1] != key.shape[1]
     try:
-        options = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
-        out: Tensor = varlen_attn(query, key, value, *sizes, **options)
-        return out
+        options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0), "enable_gqa": grouped}
+        out = varlen_attn(query, key, value, *sizes, **options)
+        return out if isinstance(out, Tensor) else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

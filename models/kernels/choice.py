@@ -1,4 +1,4 @@
-"""Choice of the fastest kernel for matrix products of 1 to 32 rows on this CPU, and of smaller dtypes for some of them.
+"""Choice of the fastest kernel for products of 1 to 32 rows on this CPU, and of smaller dtypes for some of them.
 
 Everything is measured at the first load of a base and stored for later loads.
 """
@@ -29,17 +29,13 @@ from drafthead.system.machine import hardware, versions
 
 WORTH_MEASURING = 2**23  # weights of the smallest base for which kernels are measured; others fit into the CPU's caches
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Number of times that each combination of kernel and rows is timed, after one run to warm up; only 2 times if the runs
-so far have taken ``LONG_SECONDS`` in all."""
+"""Times that each combination of kernel and rows is timed, after a warm-up; 2 after ``LONG_SECONDS`` in all."""
 COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are kept if they take less than this share of the
 memory. For hundreds of rows, the packed product is up to a tenth faster."""
-PLAIN_ROWS = 4
-"""``F.linear`` is timed up to this number of rows, and not if there is a compiled kernel, because it is slower."""
-MARGIN = 0.97
-"""Another kernel must take less than this share of the time of the default (the compiled kernel if there is one)."""
-READ_ROWS, DRAFT_ROWS = 256, 4
-"""Rows with which smaller dtypes are timed: for computing hidden states to train on, and for drafting."""
+PLAIN_ROWS = 4  # up to which ``F.linear`` is timed, if no kernel is compiled: it is slower
+MARGIN = 0.97  # another kernel must take less than this share of the default's time (the compiled one, if any)
+READ_ROWS, DRAFT_ROWS = 256, 4  # with which smaller dtypes are timed: for hidden states to train on, for drafting
 ROUNDING_MARGIN = 0.8  # a product in a smaller dtype must take less than this share of the time of the one it replaces
 Pass = Callable[[int], object]  # runs the base on this number of tokens (rows of its matrix products)
 
@@ -76,7 +72,7 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
 
 
 def _restore(table: KernelTable, path: Path) -> bool:
-    """Fill ``table`` with the stored choice and return True; return False if its file is missing or damaged."""
+    """Fill ``table`` with the stored choice; return False if its file is missing or damaged."""
     try:
         stored = read_checksummed_json(path)
         kernels, draft_dtype = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
@@ -123,15 +119,12 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
 def _fastest(
     module: nn.Module, rows: int, dtypes: Iterable[torch.dtype], before: Callable[[], object] = lambda: None
 ) -> torch.dtype | None:
-    """Return the fastest of ``dtypes`` for matrix products, or None if none is clearly faster than float32.
-
-    In their order, a dtype is chosen if it takes less than ``ROUNDING_MARGIN`` of the time of the choice so far. The
-    largest layer of ``module``, except the LM head, is timed.
-    """
+    """Return the fastest of ``dtypes`` for products with the largest layer of ``module``, except the LM head. A dtype
+    is chosen if it takes less than ``ROUNDING_MARGIN`` of the time of the choice so far; None is float32."""
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:
         return None
-    inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]  # not the LM head
+    inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]
     layer = max(inner or layers, key=lambda layer: layer.in_features * layer.out_features)
     possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: skinny_library() is not None}
     kernels = {dtype: layer.inference(dtype) for dtype in (None, *dtypes) if possible[dtype]}

@@ -1,8 +1,6 @@
 """Matrix products for a few rows, bound by reading the weight: ``skinny.cpp``, compiled for this CPU at first use.
 
-This needs Linux and a C++ compiler (``CXX``, else ``g++``). Without them, torch's products are used.
-
-Shape legend: N outputs, K inputs.
+It needs Linux and a C++ compiler (``CXX``, else ``g++``); otherwise torch's products are used. N outputs, K inputs.
 """
 
 import ctypes
@@ -73,8 +71,7 @@ class CompiledWeight:
         self._product(x.data_ptr(), *self._addresses, out.data_ptr(), rows, self._inputs, self._outputs)
         return out
 
-    def dense(self) -> Tensor:
-        """Return the weight, float32 [N, K]; if stored as int8, as it was rounded."""
+    def dense(self) -> Tensor:  # float32 [N, K]; if stored as int8, as it was rounded
         dense = self._packed.transpose(1, 2).reshape(-1, self._inputs) * self._scale[:, None]
         return dense[: self._outputs]
 

@@ -19,11 +19,9 @@ from drafthead.models.kernels.private_apis import CACHE, is_gemma_norm, stock_pa
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
-
-    ``F.rms_norm`` would run a dozen operations on a CPU, like the stock module. Other devices, which have a kernel for
-    it, and lower precisions, which need its float32 arithmetic, use ``F.rms_norm``.
-    """
+    """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``. ``F.rms_norm``
+    would run a dozen operations there. Other devices, which have a kernel for it, and lower precisions, which need its
+    float32 arithmetic, use ``F.rms_norm``."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -62,7 +60,6 @@ class FusedAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values; queries and keys are rotated together."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy the weights of ``stock`` as ``dtype`` (None: as they are), for kernels of ``table`` (None: oneDNN's)."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
@@ -83,10 +80,8 @@ class FusedAttention(nn.Module):
         cache: Any = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attend: [B, T, D] -> [B, T, D], and None, since attention weights are not returned.
-
-        ``options``: keywords of our attention, which refuses those that it does not know, and older names of ``cache``.
-        """
+        """Attend: [B, T, D] -> [B, T, D], and None, since attention weights are not returned. ``options``: keywords of
+        our attention, which refuses those that it does not know, and older names of ``cache``."""
         cache = options.pop(CACHE, cache)
         batch, time, _width = hidden_states.shape
         states_BTHE = self._qkv(hidden_states).view(batch, time, -1, self.head_dim)
@@ -116,20 +111,16 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
 
 
 def _can_join(module: nn.Module, *names: str) -> bool:
-    """Return True if the children ``names`` are plain linear layers, all with or all without a bias, that can be
-    packed.
-    """
+    """Return True if these children are plain linear layers that can be packed, all with or all without a bias."""
     children: list[Any] = [getattr(module, name, None) for name in names]
     plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
     return plain and len({child.bias is None for child in children}) == 1
 
 
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
-    """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place.
-
-    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Return the number of
-    replaced ``nn.Linear`` layers.
-    """
+    """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place. Weights are
+    stored as ``dtype`` (None: unchanged), and the original ones released. Return the number of replaced
+    ``nn.Linear``."""
     replaced = 0
     for name, stock in list(module.named_children()):
         child: Any = stock
@@ -157,10 +148,8 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
 
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
     """Return a trainable float32 stock decoder layer with the weights of ``layer`` of a base, which may be fused.
-
-    ``layer_idx`` is the new layer's index in a cache. The config chooses the kind of layer, such as sliding-window
-    attention, by the index ``source`` of ``layer`` in the base.
-    """
+    ``layer_idx`` is its index in a cache. The config chooses the kind of layer, such as sliding-window attention, by
+    the index ``source`` of ``layer`` in the base."""
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
     with torch.device(device):
         stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)
@@ -197,7 +186,7 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 
 
 def _fill(linears: list[Any], packed: nn.Module) -> None:
-    """Copy weight and bias of ``packed``, whose outputs are those of all ``linears`` concatenated, into ``linears``."""
+    """Copy weight and bias of ``packed``, whose outputs are those of all ``linears`` concatenated."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     rows, start = packed.dense(), 0

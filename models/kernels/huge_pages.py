@@ -11,18 +11,14 @@ from functools import cache
 from queue import Queue
 from threading import Thread
 
-HUGE_PAGE = 2**21
-"""Bytes of a huge page."""
-MADV_COLLAPSE = 25
-"""Advice, since Linux 6.1, to gather pages into huge ones at once; the ``mmap`` module does not define it."""
+HUGE_PAGE = 2**21  # bytes
+MADV_COLLAPSE = 25  # gather pages into huge ones at once, since Linux 6.1; not in the ``mmap`` module
 
 
 def use_huge_pages(address: int, size: int, owner: object) -> None:
-    """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; do nothing on other systems.
-
-    Linux may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until the region
-    is processed, so that its memory is not freed before.
-    """
+    """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; no-op on other systems. Linux
+    may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until the region is
+    processed, so that its memory is not freed before."""
     if sys.platform == "linux":
         _regions().put((address, size, owner))
 

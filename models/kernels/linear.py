@@ -1,9 +1,9 @@
 """Linear layers packed for few input rows on a CPU.
 
 Decoding and verification multiply 1 to 64 rows by every weight of the base, so a product should take only as long as
-reading the weight from memory. ``F.linear`` uses a general GEMM and takes about 1.7 times as long from two rows on. On
-some CPUs, oneDNN reaches this bound with weights in its blocked layout. The product in ``compiled.py`` comes near it on
-all CPUs tried. ``choice.py`` measures at load which product is fastest for each number of rows.
+reading the weight. ``F.linear`` uses a general GEMM and takes about 1.7 times as long from two rows on. On some CPUs,
+oneDNN reaches this bound with weights in its blocked layout. The product in ``compiled.py`` comes near it on all CPUs
+tried. ``choice.py`` measures at load which product is fastest for each number of rows.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,7 @@ T = TypeVar("T")
 
 class PackedCopies(nn.Module):
     """Copies of a module's weights for inference, by key, dropped by ``.train()``, ``.to()``, ``load_state_dict``, ...
-
-    It is a submodule without weights of its own.
-    """
+    This is a submodule without weights of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +92,6 @@ class KernelTable:
         return ", ".join(runs) + missing + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel for ``rows`` input rows; for more rows than were measured, the packed one."""
         return next((kernel for n, kernel in self.by_rows.items() if rows <= n), Kernel.PACKED)
 
 
@@ -111,10 +108,8 @@ class PrepackedLinear(nn.Module):
         dtype: torch.dtype = torch.float32,
         table: KernelTable | None = None,
     ) -> None:
-        """Pack a float32 ``weight`` as ``dtype``: float32, or bfloat16, which also rounds inputs and outputs.
-
-        With a ``table``, the weight is stored once for each kernel that is compared, until ``keep`` is called.
-        """
+        """Pack a float32 ``weight`` as ``dtype``: float32, or bfloat16, which also rounds inputs and outputs. With a
+        ``table``, the weight is stored once for each kernel that is compared, until ``keep`` is called."""
         super().__init__()
         self._dtype = dtype
         self._table = table or DEFAULT_TABLE
@@ -140,7 +135,7 @@ class PrepackedLinear(nn.Module):
         return product.to(x.dtype)
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel for ``rows`` input rows: the table's, or another one if the weight is not stored for it."""
+        """Return the table's kernel for ``rows`` input rows, or another one if the weight is not stored for it."""
         kernel = self._table.kernel(rows)
         if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
             return Kernel.COMPILED
@@ -156,14 +151,11 @@ class PrepackedLinear(nn.Module):
         return self._compiled.dense()
 
     def inference(self, dtype: torch.dtype | None) -> nn.Module:
-        """Return this layer if it computes in ``dtype`` (or if that is None), else a copy that does."""
         return self if dtype in (None, self._dtype) else inference_linear(self.dense(), self._bias, dtype)
 
     def keep(self, kernels: set[Kernel]) -> None:
-        """Release the copies of the weight that none of ``kernels`` uses.
-
-        The packed copy stays, for more rows than were measured, unless ``kernels`` has only the compiled one.
-        """
+        """Release the copies of the weight that none of ``kernels`` uses. The packed copy stays, for more rows than
+        were measured, unless ``kernels`` has only the compiled one."""
         if Kernel.PLAIN not in kernels:
             self._weight = None
         if kernels == {Kernel.COMPILED} and self._compiled is not None:
@@ -207,8 +199,8 @@ def inference_linear(
     """Return an inference-only layer with this weight [out, in], packed for few rows if possible.
 
     It computes in ``dtype``, by default the weight's. int8 has one scale per output and errors of about one percent;
-    inputs are not rounded, so the result of a row does not depend on its batch. If int8 is not available for this
-    weight, the weight's dtype is used.
+    inputs are not rounded, so a row's result does not depend on its batch. Without int8 for this weight, its own dtype
+    is used.
     """
     if dtype == torch.int8:
         if can_prepack(weight) and (library := skinny_library()):
@@ -241,13 +233,10 @@ def joined_linear(
 
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Prepack each ``nn.Linear`` below ``module`` that can be, in place, and return the number of packed layers.
-
-    Routers of experts stay unpacked. Original weights are released unless something else holds them, such as a tied
-    embedding.
-    """
+    Original weights are released unless something else holds them, such as a tied embedding."""
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):
-        return 0  # some read the attribute `weight`, and none is large
+        return 0  # stay unpacked: some read the attribute `weight`, and none is large
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_prepack(child.weight):
             setattr(module, name, inference_linear(child.weight, child.bias, dtype, table))
@@ -258,11 +247,9 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
 
 
 def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows.
-
-    A submodule with a method ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype``
-    (None: their own dtype), and other weights are shared. Make a new copy after a packed weight has changed.
-    """
+    """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows. A submodule with a method
+    ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype`` (None: their own), other
+    weights are shared. Make a new copy after a packed weight has changed."""
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)
     twin = copy(module)

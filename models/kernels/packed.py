@@ -24,8 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 JOINED = {"cpu": 0, "meta": 0, "accelerator": 1024}
 """Largest number of tokens of several documents in one span. Estimates (``meta``) read one document per row."""
-MAX_SCORES = 2**26
-"""Largest number of attention scores in memory at once when they are computed explicitly."""
+MAX_SCORES = 2**26  # in memory at once when attention scores are computed explicitly
 
 
 @dataclass(eq=False)
@@ -34,26 +33,19 @@ class Span:
 
     queries: slice
     keys: slice
-    first: Tensor
-    """[Q] int64 first key of each query, of all N tokens."""
-    last: Tensor
-    """[Q] int64 last key of each query."""
-    causal: bool
-    """True if query i sees exactly the keys 0 to i of the span."""
+    first: Tensor  # [Q] int64 first key of each query, of all N tokens
+    last: Tensor  # [Q] int64 last key
+    causal: bool  # query i sees exactly the keys 0 to i of the span
 
     @cached_property
-    def seen(self) -> Tensor:
-        """[Q, K] bool: True for keys that a query sees."""
+    def seen(self) -> Tensor:  # [Q, K] bool
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
         return (keys >= self.first[:, None]) & (keys <= self.last[:, None])
 
 
 class PackedMask(BlockMask):
-    """The keys that each query of packed rows sees, as ranges.
-
-    transformers gives block masks to the attention unchanged, as it does with four-dimensional tensors. Our attention
-    reads the fields below instead of blocks.
-    """
+    """The keys that each query of packed rows sees, as ranges. It is a block mask because transformers gives block
+    masks to the attention unchanged. Our attention reads the fields below instead of blocks."""
 
     ndim = 4
     __repr__ = object.__repr__
@@ -67,10 +59,8 @@ class PackedMask(BlockMask):
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        """Take the ranges of keys in host memory: ``first`` and ``last`` [Q] int64, ascending.
-
-        ``starts``: first token of each document, and N. ``window``: size of the sliding window, if one cuts a range.
-        """
+        """Take the ranges of keys in host memory: ``first`` and ``last`` [Q] int64, ascending. ``starts``: first token
+        of each document, and N. ``window``: size of the sliding window, if one cuts a range."""
         self.first, self.last, self.starts, self.rows, self.device = first, last, starts, rows, device
         self.tokens, self.window = int(starts[-1]), window
         self._spans: dict[int, list[Span]] = {}
@@ -102,8 +92,7 @@ class PackedMask(BlockMask):
         return PackedMask(self.first[queries], queries, self.starts, self.rows, self.device, self.window)
 
     @cached_property
-    def longest(self) -> int:
-        """Number of tokens of the longest document."""
+    def longest(self) -> int:  # tokens of a document
         return int(self.starts.diff().max())
 
     @cached_property
@@ -129,8 +118,7 @@ class PackedMask(BlockMask):
         return self._spans[scores]
 
     @cached_property
-    def _ranges(self) -> tuple[Tensor, Tensor]:
-        """``first`` and ``last`` on the device."""
+    def _ranges(self) -> tuple[Tensor, Tensor]:  # on the device
         return self.first.to(self.device, non_blocking=True), self.last.to(self.device, non_blocking=True)
 
     def _cut(self, scores: int) -> Iterator[Span]:

@@ -12,8 +12,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-NEWEST = 5, 24
-"""Newest minor version of transformers that is tested."""
+NEWEST = 5, 24  # newest minor version of transformers that is tested
 _INSTALLED = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 CACHE = "cache" if _INSTALLED >= (5, 24) else "past_key_values"
 """The name of the argument for keys and values in models, layers and attention, and of the field in outputs."""
@@ -91,10 +90,8 @@ def look_up(name: str) -> Any | None:
 
 def stock_part(module: nn.Module) -> str | None:
     """Return ``Attention``, ``MLP`` or ``RMSNorm`` if ``module`` is exactly this class of a family that can be fused.
-
     Classes are compared by name, so that no module of another family is imported. Subclasses give None, because they
-    may compute something else.
-    """
+    may compute something else."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     if PRIVATE_NAMES.get(name) != _UNFUSED:
         return None

@@ -27,14 +27,14 @@ from drafthead.models.simulation.ranks import Ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import wide
 
+# [T, K, S]: probability that a step from t, after k accepted drafts, accepts the next token as candidate s; NaN after
+# the answer's end
 AcceptProbs = Floats
-"""[T, K, S]: probability that a step from position t, after k accepted drafts, accepts the next token as candidate s;
-NaN after the answer's end."""
 LengthProbs = Floats  # [T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
-    """Return the acceptance probabilities of top-k drafts with ``width`` candidates: 1 at each token's rank, else 0."""
+    """Return the acceptance probabilities of ``width`` top-k candidates: 1 at each token's rank, else 0."""
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
     return accept_probs
@@ -42,9 +42,7 @@ def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
     """Return [n, width] float64 for n nodes with ``width`` top-k candidates: 1 for the answer's token, else 0.
-
-    ``logits`` [n, W] are over the draft vocabulary with target ids ``d2t`` [W]; ``tokens`` [n] are target ids.
-    """
+    ``logits`` [n, W] are over the draft vocabulary with target ids ``d2t`` [W]; ``tokens`` [n] are target ids."""
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
     rank = torch.where(match.any(-1), (logits > true).sum(-1), width)
@@ -92,8 +90,7 @@ def _ratio(q: Tensor, p: Tensor) -> Tensor:
 
 
 def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
-    """Divide rows [n, V] by their sums; rows that are 0 everywhere become the rows of ``otherwise``."""
-    total = masses.sum(-1, keepdim=True)
+    total = masses.sum(-1, keepdim=True)  # rows of zeros become those of `otherwise`
     return torch.where(total > 0, masses / total.clamp(min=torch.finfo(masses.dtype).tiny), otherwise)
 
 
@@ -115,7 +112,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def trials_in_order(tree: TokenTree) -> TokenTree:
-    """Number each node's children 0, 1, ..., the order of trials by which sampled siblings are indexed."""
+    """Number each node's children 0, 1, ..., the order of trials that indexes sampled siblings."""
     renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     children: dict[tuple[int, ...], int] = {}
     for path in sorted(tree.paths[1:], key=lambda p: (len(p), p)):
@@ -163,8 +160,7 @@ class SimulatedAcceptance:
     interval: tuple[float, float] | None  # 95 %, by a bootstrap over answers; None for fewer than two
     steps: float  # expected number
     tokens: int  # that the steps commit, none of them after an answer's end
-    nodes: dict[int, float] | None = None
-    """Tree size (root included) -> share of the steps with this size: some drafters fill only a part of their tree."""
+    nodes: dict[int, float] | None = None  # tree size with the root -> share of steps; not all trees are full
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:

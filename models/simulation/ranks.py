@@ -17,8 +17,8 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
     """Return the ranks of each answer's tokens among the head's candidates.
 
     ``batch`` holds packed documents, each a prompt and an answer. Documents without a position where a step may start
-    are left out. The first step drafts from the prompt's last position. The base's logits there give the first answer
-    token, which belongs to the prefill and not to a step.
+    are left out. The first step drafts from the prompt's last position: the base's logits there give the first answer
+    token, which belongs to the prefill.
     """
     ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []

@@ -285,7 +285,7 @@ def test_packed_rows(window: tuple[int, bool] | None, kernel: str, monkeypatch: 
     """Attention by the kernel for documents of different lengths, and without it after one warning, is a CPU's."""
     monkeypatch.setattr(attention, "_no_varlen", set())
     if kernel == "documented":
-        monkeypatch.setattr(attention, "varlen_attn", flash)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(2, heads, 524, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
 

@@ -132,7 +132,7 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
     ("spec", "message"),
     [
         ("relay:prompt_lookup+head", "HydraHead reads the base's hidden states.*only be the first"),
-        ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*cannot be B"),
+        ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*as B in nested"),
         ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is not a model"),
         ("relay:prompt_lookup", "has one part; a relay needs two or more"),
         ("prompt_lookup@0", "0 tokens"),

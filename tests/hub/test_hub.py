@@ -160,7 +160,7 @@ def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Pa
     assert slept == [1, 2] and len(lines) == 2
     after = {path.name: path.read_bytes() for path in saved.glob("*.*")}
     assert {k: v for k, v in after.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
-    later = shlex.split(str(error.value).partition("push it later: ")[2])
+    later = shlex.split(str(error.value).partition("push it later with: ")[2])
     assert later == ["drafthead", "push", f"head={saved}", "repo=user/medusa", "private=true"]
     push(saved, "user/medusa", private=True)
     assert "model.safetensors" in hub.files("user/medusa")

@@ -136,7 +136,7 @@ def test_another_stream_is_not_gone_on_with(tiny_base: TinyBase, tmp_path: Path)
 
 
 def test_a_stream_has_no_schedule() -> None:
-    with pytest.raises(UserError, match="a stream of prompts has none"):
+    with pytest.raises(UserError, match="needs a last step, which a stream lacks"):
         OnlineConfig(optim=OptimConfig())
 
 

@@ -195,7 +195,7 @@ def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str
         plans.append(Estimate(with_phase(recipe(f"recipe={name}"), **changes)))
     (phase,) = plans[0].phases
     short, middle, long = (plan.steps()[phase].loss for plan in plans)
-    assert long - middle < 2.1 * (middle - short)
+    assert long - middle < 2.3 * (middle - short)
     dense = 8192**2 * (2 + 4 * (1 + plans[0].head.attends))
     assert plans[-1].dense_masks(phase) == dense
 

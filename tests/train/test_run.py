@@ -305,7 +305,7 @@ def test_each_stage_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"drafthead generate head={run / 'head'} " in (printed := capsys.readouterr().out)
     assert "report.html" not in printed and printed.splitlines()[-1].startswith("time: ")
     assert not (run / "calibration.json").exists()
-    with pytest.raises(UserError, match="run the stage tree first"):
+    with pytest.raises(UserError, match="calibration.json is missing.*stages=.tree,evaluate"):
         only("evaluate")
     for stage in ("tree", "evaluate", "card"):
         only(stage)

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -200,8 +200,7 @@ def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[d
     All processes must call this. The results are on the CPU of the main process, and empty on the others.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    states: Any = get_state_dict(head, optimizers, options=options)
-    weights, state = states
+    weights, state = cast("tuple[dict[str, Any], dict[str, Any]]", get_state_dict(head, optimizers, options=options))
     return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 

@@ -24,11 +24,9 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class HorizontalCascade(CompositeDrafter):
-    """A drafter of chains (``relay:A+B``) whose drafts come from several drafters in turn.
-
-    If a drafter stops early in a row, or drafts nothing, the next drafter continues from the last draft. Draft
-    sampling, sampler and confidence threshold of a ``DraftConfig`` apply to all drafters.
-    """
+    """A drafter of chains (``relay:A+B``) whose drafts come from several drafters in turn. If a drafter stops early in
+    a row, or drafts nothing, the next one continues from the last draft. Draft sampling, sampler and confidence
+    threshold of a ``DraftConfig`` apply to all drafters."""
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
         """All but the first drafter must draft from tokens alone, because drafts have no hidden states of the base."""

@@ -20,7 +20,7 @@ class MaxGram(PromptLookup):
     """Prompt lookup with matches of any length. Rows without a match are continued from ``bigrams``."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """``bigrams`` [V] int64 is the result of ``bigram_table``; without it, rows without a match get no drafts."""
+        """``bigrams`` [V] int64 is from ``bigram_table``; without it, rows without a match get no drafts."""
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 

@@ -47,21 +47,15 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
         raise UserError(f"unknown policy {text!r} for budget:POSITIONS; give one of {POLICIES}")
 
     def select(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
-        """Select positions of a cache: for each layer and key head, [L, H, S] int64, ascending.
-
-        Args:
-            budget: number S of positions to select; all n if n is smaller.
-            keys: [L, H, n, E] the cache's keys.
-            queries: for each layer, the queries [1, heads, 1, E] of the last token, which follows the cache's
-                positions. None for policies other than ``retrieval``.
-        """
+        """Select ``budget`` = S positions of a cache (or all n) per layer and key head: [L, H, S] int64, ascending.
+        ``keys`` [L, H, n, E] are the cache's. ``queries`` [1, heads, 1, E] of each layer, only for ``retrieval``, are
+        those of the last token, which follows the cache's positions."""
         layers, heads, count, width = keys.shape
         if count <= budget:
             return torch.arange(count, device=keys.device).expand(layers, heads, -1)
@@ -86,10 +80,7 @@ class Policy:
 
 
 class TriForce(VerticalCascade):
-    """A drafter that is the target itself, with attention to selected positions of its cache only.
-
-    It drafts chains, for one row.
-    """
+    """A drafter of chains for one row: the target itself, attending to selected positions of its cache only."""
 
     def __init__(
         self,
@@ -102,11 +93,8 @@ class TriForce(VerticalCascade):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Draft with ``base``, which attends to ``budget`` positions of its cache.
-
-        ``policy`` selects them again every ``refresh`` tokens. ``drafter`` drafts for this reduced ``base``; None:
-        tokens are drafted one by one.
-        """
+        """``policy`` selects ``budget`` positions again every ``refresh`` tokens. ``drafter`` drafts for this reduced
+        ``base``; None: tokens are drafted one by one."""
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         shapes = set(base.cache_shape.layers)
         equal = len(shapes) == 1 and all(isinstance(s, KeyValueShape) and s.keys == s.values for s in shapes)
@@ -174,11 +162,9 @@ class TriForceSession(NestedSession):
             self._budget = None
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the cache of selected positions, brought up to date with the committed tokens.
-
-        New tokens are added, or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last
-        committed token; the policy ``retrieval`` runs the target over it, to get its queries. ``depth`` is not used.
-        """
+        """Return the cache of selected positions, brought up to date with the committed tokens. New tokens are added,
+        or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last committed token; the
+        policy ``retrieval`` runs the target over it, to get its queries. ``depth`` is not used."""
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:
             source = self._context.shared_cache(1, 0)

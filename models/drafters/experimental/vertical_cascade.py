@@ -27,11 +27,9 @@ SEED_BYTES = 8
 
 
 class VerticalCascade(LMDrafter):
-    """A drafter of chains: a draft model whose tokens are themselves decoded speculatively, with an inner drafter.
-
-    With top-k candidates, the model decodes greedily. Otherwise it samples with the sampler of the outer
-    ``DraftConfig``, and its distributions are part of the proposal. A confidence threshold has no effect.
-    """
+    """A drafter of chains: a draft model whose tokens are themselves decoded speculatively, with an inner drafter. With
+    top-k candidates, the model decodes greedily. Otherwise it samples with the outer ``DraftConfig``'s sampler, and its
+    distributions are part of the proposal. A confidence threshold has no effect."""
 
     def __init__(
         self,
@@ -147,18 +145,14 @@ class NestedSession(Session):
         )
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the draft model's cache of the committed tokens before ``root`` [B], with room for ``depth`` drafts.
-
-        The room also fits the inner drafter's trees.
-        """
+        """Return the draft model's cache of the committed tokens before ``root`` [B], with room for ``depth`` drafts
+        and the inner drafter's trees."""
         return self._context.shared_cache(self.drafter.room, depth)
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Draw a seed for each row's inner decoding from the row's random numbers ``rng``; None gives seeds of 0.
-
-    A decoding inside the inner one draws its seeds from the inner random numbers, so no two decodings share numbers.
-    """
+    """Draw a seed for each row's inner decoding from the row's random numbers ``rng``; None gives seeds of 0. A
+    decoding inside the inner one draws its seeds from the inner random numbers, so no two decodings share numbers."""
     if rng is None:
         return [0] * len(last_token)
     drawn = rng.categorical(torch.ones(len(last_token), SEED_BYTES, 256, device=last_token.device))
@@ -166,13 +160,9 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 
 def _decoded(decoding: DecodeState, committed: list[int], count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Decode ``count`` = K tokens in every row; row b continues after ``committed[b]`` tokens.
-
-    Decoding continues until the slowest row has K tokens; further tokens of faster rows are dropped.
-
-    Returns:
-        The tokens [B, K] int64, and the distributions they were sampled from, [B, K, V]; None if decoding is greedy.
-    """
+    """Decode ``count`` = K tokens in every row; row b continues after ``committed[b]`` tokens. Decoding continues until
+    the slowest row has K tokens; further tokens of faster rows are dropped. Return the tokens [B, K] int64 and the
+    distributions they were sampled from, [B, K, V]; None if decoding is greedy."""
     tokens: list[list[int]] = [[] for _ in seeds]
     probs: list[list[Tensor]] = [[] for _ in seeds]
     while min(map(len, tokens)) < count:

@@ -368,8 +368,8 @@ class AnchorContext:
             positions: [1, A P] int64, from ``block_positions``.
             seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
-        query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
-        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, *block, seen))
+        query, keys, values = (torch.unflatten(s, 2, (-1, len(seen))) for s in layer.states(x, positions))
+        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, keys, values, seen))
 
     def _attend_blocks(
         self,

@@ -213,7 +213,7 @@ def test_another_model_is_noticed(server: Any) -> None:
         backend(server, greedy_match_rate=0.79).check(PROMPTS[:4])
     original = server.payload
     server.payload = lambda body: original({**body, "prompt": [1, *body["prompt"]]})  # a server that adds a BOS
-    with pytest.raises(UserError, match="read 11 tokens of a prompt that has 10"):
+    with pytest.raises(UserError, match="read 11 tokens of a prompt of 10"):
         backend(server).check(PROMPTS[:1])
 
 

@@ -113,7 +113,7 @@ def test_answers_of_a_batch_share_its_time(tiny_base: TinyBase, tmp_path: Path) 
         seconds = perf_counter() - started
         assert [result.tokens for result in results] == expected
         assert 0.5 * seconds < sum(result.total_s for result in results) < seconds
-    evaluation = evaluate(base, head, together, tmp_path, lambda *_: None)
+    evaluation = evaluate(base, head, together, tmp_path, Said())
     assert evaluation["overall"]["identical_outputs"]["same"] == 2 and evaluation["batch_size"] == 2
 
 
@@ -155,7 +155,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     base = tiny_base()
     config = replace(CONFIG, split="test", max_new_tokens=24, drafter=spec)
     texts = development_answers(base, config, 6, HiddenStatesSpec())
-    head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [t[:2] for t in texts], 30.0, every=1)
+    head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [(t.ids, t.boundary) for t in texts], 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     prediction = predict(base, drafter, draft_config, config, costs)

@@ -18,6 +18,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parity import DENSE, PASSED
 from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -40,6 +41,7 @@ def test_the_families_most_heads_are_trained_for(name: str, script: Script) -> N
     bases = script("bases")
     outcome = bases.outcome(bases.SHAPES[name], prompts=(60,), heads=False)
     assert outcome.passes, outcome.line(name)
+    assert {key[1] for key in PASSED if key[0] == DENSE} <= {"DogeForCausalLM"}, "others need no dense masks"
 
 
 def test_dspark_says_which_layers_it_cannot_copy(script: Script) -> None:
@@ -168,6 +170,7 @@ def test_changing_positions_limit_the_context(model_type: str, settings: dict[st
     )
     base = BaseModel.load(config)
     assert base.max_context == limit
+    assert base.dense_masks == (model_type == "doge"), "only Doge computes with masks"
     prompt = random_ids(limit - 12)
     with pytest.raises(UserError, match=f"context of {limit}"):
         decode(base, None, prompt, max_new_tokens=13)

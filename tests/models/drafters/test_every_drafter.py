@@ -1,6 +1,7 @@
 """With any drafter: greedy text is plain decoding's, alone and in a batch, and a state never changes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -109,13 +110,13 @@ def test_greedy_text(tiny_base: TinyBase, small_caches: None, architecture: str,
     plain = [decode(base, None, p, max_new_tokens=new, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, drafter, p, max_new_tokens=new, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
     options: dict[str, Any] = {"max_new_tokens": new, "draft_config": draft_config, "ignore_eos": True}
-    batch = decode_batch(base, drafter, PROMPTS, **options)
-    assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    for size in (1, 2):  # fewer rows than prompts
-        assert [r.tokens for r in decode_batch(base, drafter, PROMPTS, batch_size=size, **options)] == plain
+    batch, refilled = (decode_batch(base, drafter, PROMPTS, batch_size=size, **options) for size in (None, 2))
+    assert [r.tokens for r in single] == [r.tokens for r in batch] == [r.tokens for r in refilled] == plain
     # Near the end, a row alone drafts less than in a batch with longer rows.
-    accepted = [[[step.accepted for step in r.steps if step.position < 19] for r in rs] for rs in (single, batch)]
-    assert accepted[0] == accepted[1] or any(word in name for word in DEPEND_ON_OTHER_ROWS)
+    runs = single, batch, refilled
+    accepted = [[[step.accepted for step in r.steps if step.position < 19] for r in rs] for rs in runs]
+    same = accepted[0] == accepted[1] == accepted[2]
+    assert same or any(word in name for word in DEPEND_ON_OTHER_ROWS)
     assert 0 < sum(map(sum, accepted[0])), "drafts must be accepted for the test to say something"
     if "target itself" in name:
         assert all([step.accepted for step in result.steps] == [5] * 4 for result in batch)
@@ -133,7 +134,10 @@ def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str
 def test_many_prompts_with_few_rows(
     tiny_base: TinyBase, name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred prompts, whose answers end at EOS or at the limit, take the four rows of a batch in turn."""
+    """A hundred prompts, whose answers end at EOS or at the limit, take the four rows of a batch in turn.
+
+    Sampled answers depend on the drafts, which are sampled too.
+    """
     base = tiny_base()
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset(range(0, 300, 20)))
     config = Eagle3Config(ttt_steps=2, induction_rank=6) if name != "draft_lm" else DraftLMConfig(induction_rank=6)
@@ -142,8 +146,11 @@ def test_many_prompts_with_few_rows(
     if name == "head and lookup":
         drafter = CombinedDrafter([drafter, PromptLookup(3)])
     prompts = [random_ids(1 + 7 * n % 40, n) for n in range(100)]
-    sampler = Sampler(temperature=temperature)
-    assert_same_in_any_batch(base, drafter, prompts, sizes=[4], max_new_tokens=12, sampler=sampler)
+    draft_config = default_draft_config(drafter)
+    if temperature:
+        draft_config = replace(draft_config, draft_sampling=DraftSampling.WITH_REPLACEMENT)
+    options = {"draft_config": draft_config, "sampler": Sampler(temperature=temperature)}
+    assert_same_in_any_batch(base, drafter, prompts, sizes=[4], max_new_tokens=12, **options)
 
 
 Reads = list[tuple[Tensor, Tensor]]

@@ -2,9 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import datasets
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.text.sources import SourceConfig
 from drafthead.errors import UserError
@@ -19,6 +22,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.config import PhaseConfig
+from drafthead.train.corpora import states as computed_states
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig, TextConfig
 from drafthead.train.corpora.states import PASS_TOKENS
@@ -135,6 +139,26 @@ def test_the_loss_of_stored_states_is_that_of_computed_ones(tiny_base: TinyBase,
         alone = base.hidden_states(TrainBatch.of([data.rows.documents[document].tolist()]), head.spec).final[0]
         actual, expected = rows[number][offset : offset + length], alone[start : start + length]
         torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+
+
+def test_two_processes_store_the_bytes_of_one(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the processes are threads; those of test_data_run.py are real."""
+    monkeypatch.setattr(computed_states, "PASS_TOKENS", 600)
+    base, barrier = tiny_base(), Barrier(2, timeout=60)
+
+    def fill(folder: str, rank: int = 0, size: int = 1) -> tuple[int, bytes]:
+        made, said = make(base, tmp_path / folder)
+        made.group = ProcessGroup(rank, size, lambda: size > 1 and barrier.wait())
+        documents = made.text_rows(64).documents
+        made.states("text", documents, HiddenStatesSpec()).prepare(range(len(documents)))
+        (file,) = (tmp_path / folder).glob("states/*/states.bin")
+        return said.steps[-1][2], file.read_bytes()
+
+    alone = fill("one")
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(fill, ["two"] * 2, range(2), [2] * 2)] == [alone, alone] and alone[0] > 4
 
 
 def test_other_rows_of_the_same_documents_compute_nothing(tiny_base: TinyBase, tmp_path: Path) -> None:

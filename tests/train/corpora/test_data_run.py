@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.text.documents import Documents
@@ -53,6 +54,7 @@ def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> Non
     assert_same_corpora(two / "corpora", one / "corpora")
 
 
+@pytest.mark.slow
 def test_two_processes_store_and_measure_what_one_does_also_after_a_kill(runs: Any, tmp_path: Path) -> None:
     """At a learning rate of almost 0, so that both heads stay equal and so must be their scores."""
     phase = ("store_hidden_states=true", "rows_per_step=4", "grad_accum_steps=null", "seq_len=512", "steps=8")

@@ -92,6 +92,8 @@ def test_by_name(tiny_base: TinyBase) -> None:
     assert isinstance(drafter.drafter, PromptLookup)
     with pytest.raises(UserError, match="one prompt .*got 2"):
         decode_batch(base, drafter, [[1, 2], [3]], max_new_tokens=4)
+    in_turn = [decode_batch(base, d, [PROMPT, [3]], max_new_tokens=9, batch_size=1) for d in (drafter, None)]
+    assert [result.tokens for result in in_turn[0]] == [result.tokens for result in in_turn[1]]
     with pytest.raises(UserError, match="too small for retrieval:8"):
         TriForce(base, 15)
     with pytest.raises(UserError, match="unknown policy 'newest'"):
