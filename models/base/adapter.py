@@ -40,10 +40,8 @@ def digest_of(original: str, folder: Path) -> str:
 
 
 def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
-    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters.
-
-    Warn if the adapter was trained on a base whose name is not among ``base_names``, the names of this one.
-    """
+    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters. Warn
+    if the adapter was trained on a base whose name is not among ``base_names``, the names of this one."""
     folder = Path(name)
     for file_name in (CONFIG, WEIGHTS):
         if not safe_join(folder, file_name).is_file():

@@ -224,10 +224,8 @@ class ContextLimit(NamedTuple):
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
-    """Return the longest context in which drafts cannot change the base's output; None if every length is safe.
-
-    In some bases, the states of early tokens change when the context grows; in others, a table of positions ends.
-    """
+    """Return the longest context in which drafts cannot change the base's output; None if every length is safe. In some
+    bases, the states of early tokens change when the context grows; in others, a table of positions ends."""
     config = text_config(config)
     limits = []
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -298,11 +296,9 @@ def load_weights(
     layers: bool = True,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
-
     The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
     adapter of ``config``, if any, is merged. With ``layers`` false, decoder layers are neither built nor read, if
-    ``config.has_whole_tensors``. ``progress`` is called with a line of text before slow first-time work.
-    """
+    ``config.has_whole_tensors``. ``progress`` is called with a line of text before slow first-time work."""
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
@@ -330,11 +326,9 @@ def load_shards(
     shard: Callable[[Any], torch.device],
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole.
-
-    All processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
-    weights in place, and returns the device of their shards.
-    """
+    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole. All
+    processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
+    weights in place, and returns the device of their shards."""
     folder = config.folder(progress)
     dtype = getattr(torch, automatic_dtype(device) if config.dtype == "auto" else config.dtype)
     try:
@@ -365,9 +359,7 @@ def load_shards(
 
 def save_merged(config: BaseConfig, folder: Path) -> None:
     """Save the base, with its adapter (if any) merged, and its tokenizer in ``folder``, for serving engines.
-
-    ``config.dtype=auto`` is the default dtype of this device.
-    """
+    ``config.dtype=auto`` is the default dtype of this device."""
     dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
     model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), stock_attention=True)
     model.save_pretrained(folder)

@@ -37,11 +37,8 @@ from drafthead.system.devices import device_of, synchronise
 
 @dataclass(frozen=True, kw_only=True)
 class PartialForward:
-    """Outputs of the target's first layers for a drafted tree, computed while drafting (early exit).
-
-    The keys and values of these layers are in the target's cache already: after the committed tokens, in the order of
-    the nodes.
-    """
+    """Outputs of the target's first layers for a drafted tree, computed while drafting (early exit). The keys and
+    values of these layers are in the target's cache already: after the committed tokens, in the order of the nodes."""
 
     layers: int
     """Number of computed layers."""
@@ -74,10 +71,8 @@ class BaseModel(BaseParts):
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
-
         :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`fuse_for_cpu` replaces them.
-        """
+        :func:`fuse_for_cpu` replaces them."""
         super().__init__(model, tokenizer, config)
         self.model, settings = model, model.config
         self.num_layers = len(model.model.layers)
@@ -112,12 +107,10 @@ class BaseModel(BaseParts):
         progress: Callable[[str], None] = lambda line: None,
         shard: Callable[[Any], torch.device] | None = None,
     ) -> "BaseModel":
-        """Load or build the base that ``config`` names on ``device``, by default this process's device.
-
-        Reject a base whose logits differ from stock transformers. ``progress`` is called with a line of text before
-        slow first-time work. With ``shard``, the layers are sharded before they are read (see :func:`load_shards`);
-        all processes must then call this, and run the base, at the same time.
-        """
+        """Load or build the base that ``config`` names on ``device``, by default this process's device. Reject a base
+        whose logits differ from stock transformers. ``progress`` is called with a line of text before slow first-time
+        work. With ``shard``, the layers are sharded before they are read (see :func:`load_shards`); all processes must
+        then call this, and run the base, at the same time."""
         if shard is None:
             model, tokenizer = load_weights(config, device_of(device), progress)
         else:
@@ -152,12 +145,10 @@ class BaseModel(BaseParts):
         return changed_settings(self.generation_config, keys)
 
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
-        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.
-
-        ``nodes`` is the largest number of pending tree nodes. If given, sliding-window layers store only the positions
-        that the window needs, and the cache cannot return to an earlier position. None: they store all positions. The
-        same holds for a cache of one row with CUDA graphs, because a graph reads and writes fixed addresses.
-        """
+        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions. ``nodes`` is the largest number of
+        pending tree nodes. If given, sliding-window layers store only the positions that the window needs, and the
+        cache cannot return to an earlier position. None: they store all positions. The same holds for a cache of one
+        row with CUDA graphs, because a graph reads and writes fixed addresses."""
         if not self.uses_graphs or rows > 1:
             shape = self.cache_shape
             if self.windows is not None and nodes is not None:
@@ -179,10 +170,8 @@ class BaseModel(BaseParts):
         counts: list[int] | None = None,
         spec: HiddenStatesSpec = NO_LAYERS,
     ) -> HiddenStates:
-        """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
-
-        ``counts``: number of tokens in each row, after which the row has padding; None: T.
-        """
+        """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them. ``counts``:
+        number of tokens in each row, after which the row has padding; None: T."""
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
             (final,) = cache.run(tokens_BT, TokenTree.chain(new - 1).shape)
@@ -286,9 +275,7 @@ class BaseModel(BaseParts):
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.
-
-        ``positions`` are [B or 1, T]. ``depths`` are those of all pending tree nodes; None: the nodes are a chain.
-        """
+        ``positions`` are [B or 1, T]. ``depths`` are those of all pending tree nodes; None: the nodes are a chain."""
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.
         if cache.rows == 1 and cache.length + cache.pending <= self.windows.smallest:

@@ -59,11 +59,9 @@ class CheckpointTensors:
     """The tensors of a checkpoint's files by the names of a model's state dict."""
 
     def __init__(self, files: Iterable[Path], model: Any, key_mapping: dict[str, str] | None = None) -> None:
-        """Find the tensors of ``model`` in safetensors ``files``. Only their headers are read.
-
-        ``model`` is the stock model, usually on the meta device. ``key_mapping`` has the renamings that
-        ``from_pretrained`` would get for this checkpoint (see ``inner_names`` in ``text_model.py``).
-        """
+        """Find the tensors of ``model`` in safetensors ``files``. Only their headers are read. ``model`` is the stock
+        model, usually on the meta device. ``key_mapping`` has the renamings that ``from_pretrained`` would get for this
+        checkpoint (see ``inner_names`` in ``text_model.py``)."""
         self._model, self._state = model, model.state_dict(keep_vars=True)
         self._files: dict[str, Path] = {}
         """Name in the checkpoint -> file."""
@@ -94,11 +92,9 @@ class CheckpointTensors:
             self._sources |= {name.replace(first, other): sources for other in others}
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return ``rows`` of the tensor ``name`` of the model, in the stored dtype, on the CPU.
-
-        Only these rows are read, unless the tensor is converted. A tied tensor is read under its other name. Tensors
-        that are missing, quantised, of another shape or not convertible are refused.
-        """
+        """Return ``rows`` of the tensor ``name`` of the model, in the stored dtype, on the CPU. Only these rows are
+        read, unless the tensor is converted. A tied tensor is read under its other name. Tensors that are missing,
+        quantised, of another shape or not convertible are refused."""
         sources, expected = self._sources.get(name), self._state[name]
         if sources is None:
             tied = (other for other, tensor in self._state.items() if tensor is expected and other in self._sources)

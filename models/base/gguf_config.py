@@ -103,11 +103,9 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> di
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
-    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling.
-
-    ``size`` is E, the rotated width of a head. Short wavelengths keep their frequency (divisor 1), long ones have the
-    divisor ``factor``, with a smooth transition between.
-    """
+    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling. ``size`` is E, the rotated
+    width of a head. Short wavelengths keep their frequency (divisor 1), long ones have the divisor ``factor``, with a
+    smooth transition between."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     old, factor = scaling["original_max_position_embeddings"], scaling["factor"]

@@ -11,10 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap).
-
-    Without ``softcap``, logits = scale * h @ weight.T.
-    """
+    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap). Without
+    ``softcap``, logits = scale * h @ weight.T."""
 
     weight: Tensor
     """[V, D]. The base's own weight is frozen."""

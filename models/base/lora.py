@@ -36,11 +36,8 @@ class LoraBase:
     """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
     def __init__(self, base: BaseModel, targets: Sequence[str], checkpointing: bool = False, **settings: Any) -> None:
-        """Make a trainable copy of ``base`` whose linear layers ``targets`` get untrained adapters.
-
-        ``checkpointing`` recomputes every layer's activations in the backward pass; ``settings`` are fields of peft's
-        ``LoraConfig``.
-        """
+        """Make a trainable copy of ``base`` whose linear layers ``targets`` get untrained adapters. ``checkpointing``
+        recomputes every layer's activations in the backward pass; ``settings`` are fields of peft's ``LoraConfig``."""
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base

@@ -114,10 +114,8 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 
 def stock_pass(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Run ``tokens`` [R, T] through a stock model with transformers' attention, also if it has no layers.
-
-    Return the logits [R, T, V] and the final hidden states [1, T, D] of the first row.
-    """
+    """Run ``tokens`` [R, T] through a stock model with transformers' attention, also if it has no layers. Return the
+    logits [R, T, V] and the final hidden states [1, T, D] of the first row."""
     states: list[Tensor] = []
     hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
     try:
@@ -143,9 +141,7 @@ def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
 
 def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
     """Return the factor, 1 or from ``config``, by which ``head`` gives the stock ``logits`` of the layer's ``product``.
-
-    Refuse a base without such a factor. ``dtype`` is that of the rounding errors.
-    """
+    Refuse a base without such a factor. ``dtype`` is that of the rounding errors."""
     scales = [1.0]
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if isinstance(value := getattr(config, key, None), int | float) and value:
@@ -164,10 +160,8 @@ def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits:
 
 
 def check_against_stock(base: Base) -> None:
-    """Reject a base whose logits differ from the stock model's, and free the stock results.
-
-    A config that this process has accepted before is not compared again.
-    """
+    """Reject a base whose logits differ from the stock model's, and free the stock results. A config that this process
+    has accepted before is not compared again."""
     results, base.stock_results = base.stock_results, None
     if results is None or results.known:
         return

@@ -39,10 +39,8 @@ class BaseParts:
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze a stock ``model`` in place and take its parts; only its config needs to have layers.
-
-        Architectures that cannot verify token trees are refused.
-        """
+        """Freeze a stock ``model`` in place and take its parts; only its config needs to have layers. Architectures
+        that cannot verify token trees are refused."""
         settings = model.config
         check_architecture(settings, config.max_context)
         llama_like(model).eval().requires_grad_(False)
@@ -91,10 +89,8 @@ class BaseParts:
         device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> "BaseParts":
-        """Read the parts of the checkpoint that ``config`` names, and the rows of its layers that identify it.
-
-        GGUF files, adapters and random bases are loaded whole; only then are the layers dropped.
-        """
+        """Read the parts of the checkpoint that ``config`` names, and the rows of its layers that identify it. GGUF
+        files, adapters and random bases are loaded whole; only then are the layers dropped."""
         model, tokenizer = load_weights(config, device_of(device), progress, layers=False)
         return _measured(model, tokenizer, config)
 
@@ -163,9 +159,7 @@ class BaseParts:
     @property
     def unused_token(self) -> int:
         """Id that never occurs in text: an embedding without a token, else a special token that chats do not use.
-
-        Without either, the last id, which may occur; without a tokenizer, 0.
-        """
+        Without either, the last id, which may occur; without a tokenizer, 0."""
         tokenizer = self.tokenizer
         if tokenizer is None or len(tokenizer) < self.vocab_size:
             return 0 if tokenizer is None else len(tokenizer)
@@ -174,10 +168,8 @@ class BaseParts:
         return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
 
     def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the token ids of ``messages`` and of the start of the answer, by the chat template.
-
-        ``variables`` of the template override those of ``config.chat_template_kwargs``.
-        """
+        """Return the token ids of ``messages`` and of the start of the answer, by the chat template. ``variables`` of
+        the template override those of ``config.chat_template_kwargs``."""
         return prompt_ids(self.tokenizer, messages, {**self.config.chat_template_kwargs, **(variables or {})})
 
 

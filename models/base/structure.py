@@ -41,10 +41,8 @@ def llama_like(model: Any) -> Any:
 
 
 def set_part(owner: Any, name: str, module: nn.Module) -> None:
-    """Set the module that Llama calls ``name``, under Llama's name and the family's.
-
-    If they differ, Llama's name goes into ``__dict__``: a module with two names would appear twice in ``parameters()``.
-    """
+    """Set the module that Llama calls ``name``, under Llama's name and the family's. If they differ, Llama's name goes
+    into ``__dict__``: a module with two names would appear twice in ``parameters()``."""
     family_name = OWN_NAMES.get(owner.config.model_type, {}).get(name)
     if family_name is None:
         setattr(owner, name, module)
@@ -84,9 +82,7 @@ def without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs.
-
-    Passes of other threads are ignored.
-    """
+    Passes of other threads are ignored."""
     states: dict[int, Tensor] = {}
     thread = get_ident()
 
@@ -110,10 +106,8 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
 
 
 def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
-    """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``.
-
-    The layers keep their ``layer_idx``, so they write into the model's own cache.
-    """
+    """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``. The
+    layers keep their ``layer_idx``, so they write into the model's own cache."""
     layers = list(model.model.layers)
     decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
     # The input has passed the embedding already, so what the decoder adds to an embedding is switched off.
@@ -127,11 +121,9 @@ def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
 def decoder_over(
     model: Any, cache_shape: CacheShape, layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]
 ) -> Any:
-    """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
-
-    ``norm`` replaces the final norm. ``layers[i]`` has the config of the model's layer ``sources[i]`` (from 0).
-    ``cache_shape`` is that of the whole model. Families whose layers cannot run alone are refused.
-    """
+    """Return a shallow copy of the model's decoder with these ``layers`` and a config to match. ``norm`` replaces the
+    final norm. ``layers[i]`` has the config of the model's layer ``sources[i]`` (from 0). ``cache_shape`` is that of
+    the whole model. Families whose layers cannot run alone are refused."""
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
     for key, what in inputs.items():

@@ -44,9 +44,7 @@ INNER_NAMES = {
 
 class TextModel:
     """A decoder with an output head, for language models that transformers offers only inside composite models.
-
-    ``text_class`` combines it with the family's base class, which initialises its weights.
-    """
+    ``text_class`` combines it with the family's base class, which initialises its weights."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -118,10 +116,8 @@ def check_lengths(value: Any, source: str, key: str = "") -> None:
 
 @contextmanager
 def parameter_limit(most: int, error: UserError) -> Iterator[None]:
-    """Raise ``error`` as soon as the modules that the block builds on the meta device exceed ``most`` parameters.
-
-    So a config with a million layers, too, is rejected before it takes memory.
-    """
+    """Raise ``error`` as soon as the modules that the block builds on the meta device exceed ``most`` parameters. So a
+    config with a million layers, too, is rejected before it takes memory."""
     total, thread = 0, threading.get_ident()
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:

@@ -28,19 +28,15 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a query sees: the last ``size`` up to its own.
-
-    ``chunked``: those up to its own in its chunk. Chunks are blocks of ``size`` positions, the first from 0.
-    """
+    """The positions that a query sees: the last ``size`` up to its own. ``chunked``: those up to its own in its chunk.
+    Chunks are blocks of ``size`` positions, the first from 0."""
 
     size: int
     chunked: bool
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
-
-        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
-        """
+        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7."""
         # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:
             return (queries // self.size)[:, :, None] == (keys // self.size)[:, None]
@@ -72,10 +68,8 @@ class Windows:
         held: tuple[Tensor | None, Tensor] | None = None,
     ) -> Masks:
         """Return a mask per layer type (one if ``single``) from ``mask`` [R, 1, T, K] of full attention (None: causal).
-
         ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is that of new masks if ``mask`` is None.
-        ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them.
-        """
+        ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them."""
         masks: dict[str, Any] = {}
         window_mask, window_keys = held or (mask, keys)
         for kind, window in self.by_kind.items():

@@ -38,10 +38,8 @@ class PublishedCheckpoint:
         return cls(config=config, tensors=tensors, source=str(folder))
 
     def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
-        """Write ``config.json`` and the tensors, floating-point ones cast to ``dtype`` (None: unchanged).
-
-        Every tensor is copied: safetensors refuses tensors that share memory.
-        """
+        """Write ``config.json`` and the tensors, floating-point ones cast to ``dtype`` (None: unchanged). Every tensor
+        is copied: safetensors refuses tensors that share memory."""
         tensors = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
             for name, tensor in self.tensors.items()
@@ -61,10 +59,8 @@ class PublishedCheckpoint:
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the size under ``key``; reject it unless the tensor ``name`` has this number of rows.
-
-        The check prevents a wrong config from allocating a head of another size than its weights.
-        """
+        """Return the size under ``key``; reject it unless the tensor ``name`` has this number of rows. The check
+        prevents a wrong config from allocating a head of another size than its weights."""
         size, tensor = self.integer(key), self.tensors.get(name)
         if tensor is None or len(tensor) != size:
             rows = f"it has no tensor {name}" if tensor is None else f"{name} has {len(tensor)} rows"
@@ -72,10 +68,8 @@ class PublishedCheckpoint:
         return size
 
     def offset_vocabulary(self) -> Tensor | None:
-        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids.
-
-        Reject a ``d2t`` that contradicts the sizes, or ``t2d`` ([V], nonzero at ids that can be drafted).
-        """
+        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids. Reject a
+        ``d2t`` that contradicts the sizes, or ``t2d`` ([V], nonzero at ids that can be drafted)."""
         size, total = self.integer("draft_vocab_size"), self.integer("vocab_size")
         if size < total or "d2t" in self.tensors:
             self.width("draft_vocab_size", "d2t")

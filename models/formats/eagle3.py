@@ -197,9 +197,7 @@ class Eagle3Format(Format):
 
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
     """Return the layers that a head reads, where 1 is the output of the first layer; None if the config has none.
-
-    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``.
-    """
+    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``."""
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected whole numbers; set config.layers=[a,b,c]")

@@ -80,11 +80,9 @@ class Engine:
 
     def command(self, base: str, folder: str, drafts: int, dtype: str, base_file: str | None = None) -> str:
         """Return the command that serves the exported ``folder``; "" if unknown or if no current version loads it.
-
         ``drafts`` is the length of the chain. ``dtype`` is the dtype in which the engine shall compute (or its type of
         GGUF), because its default may differ from drafthead's. ``base_file`` is the file of the base that was exported
-        with the head.
-        """
+        with the head."""
         if not self.current:
             return ""
         values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1, "dtype": dtype}
@@ -121,9 +119,7 @@ def without_gpu(command: str, base: BaseParts, python: str = "python") -> str:
 
 def cpu_memory(base: BaseParts) -> list[str]:
     """Return vLLM's options for the memory of its cache on a CPU: two contexts of up to ``MOST_CONTEXT`` tokens.
-
-    Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free.
-    """
+    Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free."""
     context = min(base.max_context, MOST_CONTEXT)
     gigabytes = math.ceil(2 * base.cache_shape.nbytes(context) / 2**30)
     return ["--max-model-len", str(context), "--kv-cache-memory-bytes", f"{gigabytes}G"]
@@ -189,11 +185,9 @@ class Format:
         return {_renamed(name, self.renames): parameter for name, parameter in head.named_parameters()}
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return tensors that engines expect although they are not parameters of the head.
-
-        Examples are a copy of the base's output head, and the table of the draft vocabulary. An import requires them in
-        the right shapes but does not copy their values.
-        """
+        """Return tensors that engines expect although they are not parameters of the head. Examples are a copy of the
+        base's output head, and the table of the draft vocabulary. An import requires them in the right shapes but does
+        not copy their values."""
         return {}
 
     def config(self, head: Any) -> dict[str, Any]:
@@ -249,11 +243,9 @@ class Format:
             yield f"{head.base.name} {what}", instead
 
     def unsupported_layers(self, head: Any, default: tuple[int, ...]) -> Unsupported:
-        """Yield an obstacle if the head reads base layers that engines cannot use, and advise others.
-
-        Engines concatenate the layers' states in ascending order, each layer once. The last layer is excluded, because
-        some engines take its state before the final norm and others after it.
-        """
+        """Yield an obstacle if the head reads base layers that engines cannot use, and advise others. Engines
+        concatenate the layers' states in ascending order, each layer once. The last layer is excluded, because some
+        engines take its state before the final norm and others after it."""
         count = head.base.num_layers
 
         def joins(layers: tuple[int, ...]) -> bool:
@@ -292,10 +284,8 @@ class Format:
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
-        """Write ``head`` into ``folder``, with weights cast to ``dtype`` (None: unchanged).
-
-        ``base_name`` is the name by which engines download the base; None: the base's own name.
-        """
+        """Write ``head`` into ``folder``, with weights cast to ``dtype`` (None: unchanged). ``base_name`` is the name
+        by which engines download the base; None: the base's own name."""
         self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:

@@ -38,9 +38,7 @@ LAYER_ONLY: dict[str, tuple[Any, ...]] = {
 
 def layer_config(base: BaseParts, rope_theta: float | None = None) -> dict[str, Any]:
     """Return the config of a Llama with one decoder layer like the base's; ``intermediate_size`` is missing.
-
-    ``rope_theta`` is the layer's own rotation, without scaling.
-    """
+    ``rope_theta`` is the layer's own rotation, without scaling."""
     settings = base.model_config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base)) if rope_theta is None else (rope_theta, None)

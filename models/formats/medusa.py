@@ -231,10 +231,8 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one.
-
-    Heads of other types, heads with own output layers and heads with an induction head are rejected.
-    """
+    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one. Heads of
+    other types, heads with own output layers and heads with an induction head are rejected."""
     if len(head.d2t) == head.base.vocab_size:
         return head
     if not isinstance(head, MedusaHead) or head.config.own_lm_head:

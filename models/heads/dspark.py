@@ -218,11 +218,9 @@ class DSparkHead(DraftHead):
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
     """Return a function that computes the context's keys and values for all ``layers`` and writes them into the cache.
-
     One matrix product computes them, because keys and values depend only on the context and not on lower layers. The
     function returns the context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None keeps the trained
-    dtype.
-    """
+    dtype."""
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
     norms = [FusedRMSNorm(a.k_norm) for a in attentions]

@@ -42,12 +42,10 @@ from drafthead.system.devices import on_device
 
 
 class EagleLayer(HeadDecoderLayer):
-    """Decoder layer that reads a token's embedding and a feature, and adds its output to the feature.
-
-    Its inputs [..., 2 D] are the embedding and the feature, concatenated; each is normalised. With
-    ``norm_before_residual``, the output is added to the normalised feature. The untrained layer adds zero. Weights have
-    the names of published checkpoints.
-    """
+    """Decoder layer that reads a token's embedding and a feature, and adds its output to the feature. Its inputs [...,
+    2 D] are the embedding and the feature, concatenated; each is normalised. With ``norm_before_residual``, the output
+    is added to the normalised feature. The untrained layer adds zero. Weights have the names of published
+    checkpoints."""
 
     def __init__(self, base: BaseParts, config: "Eagle3Config") -> None:
         width, theta = 2 * base.hidden_size, config.rope_theta
@@ -185,10 +183,8 @@ class Eagle3Head(DraftHead):
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D].
-
-        All are equal: the embedding of the mask token, and a learnt feature.
-        """
+        """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D]. All are equal: the
+        embedding of the mask token, and a learnt feature."""
         assert self.config.mask_token is not None
         token = torch.full((), self.config.mask_token, device=self.base.device)  # filled there, without a wait
         feature = self.fuse(self.mask_hidden[0, 0])

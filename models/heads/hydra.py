@@ -63,9 +63,7 @@ class HydraConfig(DraftHeadConfig):
 
 class FirstBlock(nn.Module):
     """First block ``R x + c + SiLU(W x + b)`` of a head, where x concatenates ``inputs`` vectors of ``width`` numbers.
-
-    The untrained block returns the first of the vectors.
-    """
+    The untrained block returns the first of the vectors."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()

@@ -35,11 +35,9 @@ from drafthead.system.devices import is_host
 
 
 class ExitStates(SessionPart):
-    """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache.
-
-    Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``. Committed positions are in
-    the cache, which belongs to the decoder.
-    """
+    """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache. Nodes
+    are numbered in the order in which the layers read them, as in ``Proposal.slots``. Committed positions are in the
+    cache, which belongs to the decoder."""
 
     def __init__(self, first: BaseModel, target: TreeCache) -> None:
         self._model, self._target = first, target
@@ -65,9 +63,7 @@ class ExitStates(SessionPart):
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
-
-        ``parents`` [B, F] are indices on the level above.
-        """
+        ``parents`` [B, F] are indices on the level above."""
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
 
@@ -79,11 +75,9 @@ class ExitStates(SessionPart):
 
     def drafted(self, proposal: Proposal) -> Proposal:
         """Run the layers over the nodes of ``proposal`` that drafting has not read; add the outputs for all its nodes.
-
         Drafting reads a node only to draft after it, so the tree's leaves are unread. In a dynamic tree, it may have
         read nodes that are not in the proposal. The cache then loses these nodes and gets the proposal's order, as
-        verification expects.
-        """
+        verification expects."""
         if proposal.slots is None:  # the root alone
             return proposal
         numbers = proposal.slots.expand_as(proposal.tokens).clone()
@@ -172,10 +166,8 @@ class KangarooHead(DraftHead):
         return self.adapter(x, batch.position_ids, draft_targets.mask).flatten(0, 1)[draft_targets.last_read]
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
-        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D].
-
-        The other arguments are those of ``HeadAttention.forward``.
-        """
+        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D]. The other arguments are
+        those of ``HeadAttention.forward``."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
@@ -189,10 +181,8 @@ class KangarooHead(DraftHead):
 
 
 class KangarooSession(HeadSession):
-    """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head.
-
-    The first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own.
-    """
+    """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head. The
+    first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own."""
 
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
         adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)

@@ -49,10 +49,8 @@ class MedusaConfig(DraftHeadConfig):
 
 
 class ResBlock(nn.Module):
-    """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``.
-
-    W and b start at zero, so the untrained block returns ``x``.
-    """
+    """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``. W and b start at
+    zero, so the untrained block returns ``x``."""
 
     def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
@@ -129,11 +127,9 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return packed linear layers of the first ``heads`` heads: those of the first blocks, and of later blocks.
-
-        The first blocks of all heads are joined into one layer, because they read the same input. The later blocks are
-        a list for each block number, with one layer per head.
-        """
+        """Return packed linear layers of the first ``heads`` heads: those of the first blocks, and of later blocks. The
+        first blocks of all heads are joined into one layer, because they read the same input. The later blocks are a
+        list for each block number, with one layer per head."""
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
         first, *deeper = zip(*by_head[:heads], strict=True)

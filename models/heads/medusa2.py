@@ -104,10 +104,8 @@ class Medusa2Head(MedusaHead):
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
-
-        New adapters change nothing until they are trained. A base that already has an adapter is rejected.
-        """
+        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters. New
+        adapters change nothing until they are trained. A base that already has an adapter is rejected."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -143,11 +141,9 @@ class Medusa2Head(MedusaHead):
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
         """Return the heads' loss; in phases that train the base, the weighted sum of the base's and the heads' loss.
-
         ``base_hidden`` always has the original base's states. In phases that train the base, heads and base loss use
         the tuned base's states, and there are further metrics: base_loss, heads_loss (without its weight, which the
-        schedule changes) and base_accept (the share of targets that are the tuned base's likeliest token).
-        """
+        schedule changes) and base_accept (the share of targets that are the tuned base's likeliest token)."""
         if not self._joint:
             return super().loss(batch, base_hidden, config)
         tuned_hidden = self._tuned_hidden_states(batch)
@@ -184,9 +180,7 @@ class Medusa2Head(MedusaHead):
         self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
     ) -> tuple[Tensor, Tensor]:
         """Return the base's own loss and the sums for its metrics (``STATS``), [1, len(STATS)], over trained tokens.
-
-        ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
-        """
+        ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base."""
         assert self._tuned is not None
         next_ids, valid = batch.next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]

@@ -51,10 +51,8 @@ class ScaledShiftedRMSNorm(nn.Module):
 
 
 class BaseEmbedding(nn.Module):
-    """The base's frozen embedding, mapped by a trained matrix (our addition).
-
-    Embeddings are scaled to norm 1, so that initial outputs are as large as those of a new embedding.
-    """
+    """The base's frozen embedding, mapped by a trained matrix (our addition). Embeddings are scaled to norm 1, so that
+    initial outputs are as large as those of a new embedding."""
 
     def __init__(self, table: Tensor, width: int) -> None:
         super().__init__()
@@ -77,11 +75,9 @@ def embedding_weight(positions: int, width: int) -> float:
 
 
 class RNNCells(nn.Module):
-    """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``.
-
-    P_k is a projection and E_k an embedding. ``tied`` cells share all weights except P_0. The factor e/s is
-    ``embedding_weight``.
-    """
+    """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``. P_k is a
+    projection and E_k an embedding. ``tied`` cells share all weights except P_0. The factor e/s is
+    ``embedding_weight``."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
         super().__init__()
@@ -136,9 +132,7 @@ def _at(modules: nn.ModuleList, k: int) -> nn.Module:
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
     """Initialise embeddings and projections with normal weights, as the reference code does; norms start as ones.
-
-    ``deviation`` maps a weight's shape to the standard deviation.
-    """
+    ``deviation`` maps a weight's shape to the standard deviation."""
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))

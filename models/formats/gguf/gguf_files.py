@@ -77,11 +77,9 @@ SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection for llama.cpp's rotation, [heads x E, D] -> the same shape.
-
-    E is the width of an attention head. transformers rotates row i of a head together with row i + E / 2, llama.cpp's
-    Llama rotates neighbouring rows. For E = 4 the rows 0 1 2 3 become 0 2 1 3.
-    """
+    """Reorder the rows of a query or key projection for llama.cpp's rotation, [heads x E, D] -> the same shape. E is
+    the width of an attention head. transformers rotates row i of a head together with row i + E / 2, llama.cpp's Llama
+    rotates neighbouring rows. For E = 4 the rows 0 1 2 3 become 0 2 1 3."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
@@ -92,9 +90,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Apply ``turn`` (``to_pairs`` or ``to_halves``) to a query or key projection; return other tensors unchanged.
-
-    ``name`` is the tensor's name in transformers, and ``config`` has the number of attention and key/value heads.
-    """
+    ``name`` is the tensor's name in transformers, and ``config`` has the number of attention and key/value heads."""
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if name.endswith(f"{projection}.weight"):
             return turn(tensor, config[heads])
@@ -170,10 +166,8 @@ def _values(entry: Any) -> npt.NDArray[Any]:
 
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
     """Return the divisors of the rotary frequencies, half the head width, as llama.cpp reads them; None: no scaling.
-
     ``config`` is a Llama config, as from ``layer_config``. Only Llama-3's scaling is a tensor in GGUF. Other scalings
-    are metadata, which drafthead does not write; they raise a UserError.
-    """
+    are metadata, which drafthead does not write; they raise a UserError."""
     scaling = config.get("rope_scaling")
     if not scaling:
         return None
@@ -186,10 +180,8 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
 
 
 class GgufLayout(Format):
-    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, with ``base_gguf=`` the base as ``base.gguf``.
-
-    The tensors and the config are those of the class it is mixed into, under llama.cpp's names.
-    """
+    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, with ``base_gguf=`` the base as ``base.gguf``. The
+    tensors and the config are those of the class it is mixed into, under llama.cpp's names."""
 
     weights_file = FILE
     base_file = BASE_FILE
@@ -211,10 +203,8 @@ class GgufLayout(Format):
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a head's config, except the sizes that ``SIZES`` gives.
-
-        ``keys``: the GGUF file's metadata; ``tensors``: its tensors by published name.
-        """
+        """Return a head's config, except the sizes that ``SIZES`` gives. ``keys``: the GGUF file's metadata;
+        ``tensors``: its tensors by published name."""
 
     def add_vocabulary(self, file: GgufFile, base: BaseParts) -> None:
         """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
@@ -307,10 +297,8 @@ def check_base(base: BaseParts, kind: str) -> None:
 
 
 def write_base(base: BaseModel, path: Path, kind: str) -> None:
-    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``).
-
-    In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
-    """
+    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``). In 4-bit
+    files the embedding and the output head have 8 bits, because they affect the logits directly."""
     check_base(base, kind)
     settings = base.model_config
     architecture = ARCHITECTURES[settings.model_type]

@@ -55,10 +55,8 @@ def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module,
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding.
-
-    If the base rotates differently from Llama, Llama's rotary embedding with the base's theta is used.
-    """
+    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding. If the
+    base rotates differently from Llama, Llama's rotary embedding with the base's theta is used."""
 
     gradient_checkpointing = False
     """Set by ``shard.checkpointing``, as in transformers' layers."""
@@ -155,10 +153,8 @@ class HeadAttention(nn.Module):
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """Return a function equal to ``forward``, with weights packed in ``dtype``.
-
-        With ``dtype`` None, weights keep their dtype, and are not packed if this device cannot pack them.
-        """
+        """Return a function equal to ``forward``, with weights packed in ``dtype``. With ``dtype`` None, weights keep
+        their dtype, and are not packed if this device cannot pack them."""
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -185,10 +181,8 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseParts, inner: int | None = None) -> None:
-        """Create an MLP of inner width ``inner``.
-
-        None: the smallest inner width of the base's layers, or four times the hidden size if there is none.
-        """
+        """Create an MLP of inner width ``inner``. None: the smallest inner width of the base's layers, or four times
+        the hidden size if there is none."""
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model_config, "intermediate_size") or 4 * width
@@ -224,11 +218,8 @@ def _rotary(base: BaseParts, heads: int, head_dim: int, theta: float | None) -> 
 
 
 def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
-    """Return True if the base's rotary embedding rotates like Llama's.
-
-    Other models rotate only some channels, pair neighbouring channels, return complex numbers, or rotate differently in
-    layers with and without a sliding window.
-    """
+    """Return True if the base's rotary embedding rotates like Llama's. Other models rotate only some channels, pair
+    neighbouring channels, return complex numbers, or rotate differently in layers with and without a sliding window."""
     try:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
         position = torch.ones(1, 1, dtype=torch.int64, device=base.device)
@@ -243,9 +234,7 @@ def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
 
 def head_rope(base: BaseParts) -> dict[str, Any]:
     """Return ``rope_parameters`` for a head's layers: the base's if the base rotates like Llama, else only its theta.
-
-    If the base's layers have different thetas, that of the layers with full attention is taken.
-    """
+    If the base's layers have different thetas, that of the layers with full attention is taken."""
     config = base.model_config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):
@@ -330,11 +319,9 @@ class AnchorContext:
 
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """Run ``layer`` over the context's ``inputs`` [B, T, I], and return the function ``attend`` for ``advance``.
-
-        The first call of that function computes draft position 0 at all anchors, the second call position 1, and so
-        on: [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the
-        context. The inputs of the first call are only read by the residual connection.
-        """
+        The first call of that function computes draft position 0 at all anchors, the second call position 1, and so on:
+        [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the context.
+        The inputs of the first call are only read by the residual connection."""
         query, key, value = layer.states(inputs.flatten(0, 1)[None], self.positions)
         query = query[:, :, self.anchors]
         block: list[tuple[Tensor, Tensor]] = []
@@ -382,10 +369,8 @@ class AnchorContext:
         seen: Tensor | None = None,
     ) -> Tensor:
         """Return ``attend_block`` for queries [1, H, A, P, E] of all anchors, with the output projection: [1, A P, D].
-
         The backward pass recomputes the scores, because every layer would otherwise store P of them for each anchor,
-        key and attention head.
-        """
+        key and attention head."""
         attended = [query[0][:, :0]]  # without anchors there is no span
         for span in self.seen.spans(query.shape[1] * query.shape[3]):
             context = (states[0][:, span.keys] for states in (key, value))
@@ -451,10 +436,8 @@ def norm_scale(base: BaseParts) -> Tensor:
 @torch.no_grad()
 def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseParts, deepest: int, is_final: bool) -> None:
     """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
-
     ``deepest`` is the index, from 0, of the state to select. A final state of the base (``is_final``) has already
-    passed the final norm, so ``norm`` then starts with one scale for all channels, which keeps the state's size.
-    """
+    passed the final norm, so ``norm`` then starts with one scale for all channels, which keeps the state's size."""
     width, scale = base.hidden_size, norm_scale(base)
     fc.weight.zero_()
     fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)

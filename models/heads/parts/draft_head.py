@@ -87,11 +87,9 @@ class DraftHeadConfig:
         return False
 
     def build(self, base: BaseParts, d2t: Tensor | None = None, start: bool = True) -> "DraftHead":
-        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings.
-
-        ``d2t`` ([W] int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary.
-        ``start`` false: the base's layers are not copied, because the caller loads trained weights.
-        """
+        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings. ``d2t`` ([W]
+        int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary. ``start``
+        false: the base's layers are not copied, because the caller loads trained weights."""
         copies = start and self.starts_from_layers
         if (self.needs_layers or copies) and not isinstance(base, BaseModel):
             what = "starts as a copy of" if copies else "runs"
@@ -160,12 +158,10 @@ its path. Maps inputs [..., I] (I: the layers' input width) to outputs [..., D].
 
 
 class DraftHead(nn.Module, Drafter):
-    """Base class of draft heads. A head is attached to the frozen base that it drafts for.
-
-    A subclass defines ``__init__``, which sets ``projections``. It also sets ``session_class`` and defines ``advance``.
-    If its layers attend to the context, it instead defines ``hidden_at_positions`` and ``open``, with a session of its
-    own, and needs ``advance`` only if these call it.
-    """
+    """Base class of draft heads. A head is attached to the frozen base that it drafts for. A subclass defines
+    ``__init__``, which sets ``projections``. It also sets ``session_class`` and defines ``advance``. If its layers
+    attend to the context, it instead defines ``hidden_at_positions`` and ``open``, with a session of its own, and needs
+    ``advance`` only if these call it."""
 
     config: DraftHeadConfig
     base: BaseParts
@@ -247,10 +243,8 @@ class DraftHead(nn.Module, Drafter):
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
-        """Return the recurrent states before position 0, given the ``hidden`` state [..., D] at the anchors.
-
-        ``hidden`` comes from ``anchor_hidden`` in training, and from the session's ``draft_hidden`` in drafting.
-        """
+        """Return the recurrent states before position 0, given the ``hidden`` state [..., D] at the anchors. ``hidden``
+        comes from ``anchor_hidden`` in training, and from the session's ``draft_hidden`` in drafting."""
         return (hidden,)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
@@ -289,18 +283,14 @@ class DraftHead(nn.Module, Drafter):
     # What some heads override -----------------------------------------------------------------------------------------
 
     def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state.
-
-        A head that overrides it needs a session whose ``draft_hidden`` returns the same for drafting.
-        """
+        """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state. A head
+        that overrides it needs a session whose ``draft_hidden`` returns the same for drafting."""
         return base_hidden.final
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Run the forward pass of training: return the inputs of the K projections at all A anchors, [K, A, width].
-
         ``projection_inputs`` appends the inputs of the optional parts. Entries of predictions that are not trained are
-        ignored, but must be finite.
-        """
+        ignored, but must be finite."""
         hidden = self.anchor_hidden(batch, base_hidden, draft_targets).flatten(0, 1)[draft_targets.anchors]
         return self.unroll(hidden, batch, draft_targets, _no_attention)
 
@@ -331,18 +321,14 @@ class DraftHead(nn.Module, Drafter):
 
     def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D].
-
         ``InductionHead`` computes the score of copying nothing (the sink) from them. By default they are the base's
         final states, for all draft positions. ``hidden`` is the result of ``hidden_at_positions``, [K, A, D]. In
-        drafting, the session's ``draft_sinks`` is used instead.
-        """
+        drafting, the session's ``draft_sinks`` is used instead."""
         return base_hidden.final.flatten(0, 1)[None, draft_targets.anchors]
 
     def projection(self, k: int) -> LMHead:
-        """Return the projection of draft position k (0-based) to the draft vocabulary, without the optional parts.
-
-        If the position has no trained projection, return the base's frozen output head.
-        """
+        """Return the projection of draft position k (0-based) to the draft vocabulary, without the optional parts. If
+        the position has no trained projection, return the base's frozen output head."""
         return self.projections.head(k)
 
     @property
@@ -432,11 +418,8 @@ class DraftHead(nn.Module, Drafter):
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r].
-
-        They are the result of ``hidden_at_positions`` and, appended, the r inputs of Markov correction and induction
-        head.
-        """
+        """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r]. They are the result of
+        ``hidden_at_positions`` and, appended, the r inputs of Markov correction and induction head."""
         hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         inputs = [hidden]
         if self.config.markov_rank:
@@ -454,11 +437,8 @@ class DraftHead(nn.Module, Drafter):
     def loss(
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
-        """Return the loss and the metrics, summed over the trained tokens of the batch.
-
-        ``share_done`` is the share of the training phase that is done after this step, in (0, 1]. Only Medusa-2 uses
-        it.
-        """
+        """Return the loss and the metrics, summed over the trained tokens of the batch. ``share_done`` is the share of
+        the training phase that is done after this step, in (0, 1]. Only Medusa-2 uses it."""
         weights = config.weights_of(self.config.trained_positions)
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
@@ -517,10 +497,8 @@ class DraftHead(nn.Module, Drafter):
     # Training the base (Medusa-2 only) -------------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
-
-        Only heads with ``trains_base`` implement this method.
-        """
+        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters. Only heads
+        with ``trains_base`` implement this method."""
         raise NotImplementedError
 
     def tuned_decoders(self) -> list[nn.Module]:

@@ -43,10 +43,8 @@ MAX_NODES, MAX_RANKS = 4096, 1 << 16
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a saved head: ``name`` itself, or the download of the Hub repository ``name``.
-
-    ``revision`` is a branch, tag or commit of the repository (None: its newest commit). Other names are rejected.
-    """
+    """Return the folder of a saved head: ``name`` itself, or the download of the Hub repository ``name``. ``revision``
+    is a branch, tag or commit of the repository (None: its newest commit). Other names are rejected."""
     path = Path(name)
     if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
         raise UserError(f"{path} is the folder of a run, not of a head; give {path / 'head'}")
@@ -82,10 +80,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
     """Reject a head whose settings describe far more parameters than ``weights`` has, before memory is allocated.
-
     ``described`` returns the number of parameters that the settings in ``config.json`` describe; ``weights`` are the
-    tensors of ``model.safetensors``.
-    """
+    tensors of ``model.safetensors``."""
     stored = sum(tensor.numel() for tensor in weights.values())
     most = 2 * stored + EXTRA_PARAMETERS
     error = UserError(
@@ -115,9 +111,7 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
 
 def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write ``model.safetensors``, ``config.json`` and the files of ``CUSTOM_GENERATE`` into a head's folder.
-
-    ``config.json`` holds the entries of ``config``, the version of the format and the checksum of the weights.
-    """
+    ``config.json`` holds the entries of ``config``, the version of the format and the checksum of the weights."""
     with disk_errors("the head", folder):
         with new_file(folder / "model.safetensors") as tmp_path:
             save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
@@ -184,9 +178,7 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
     """Return the tensors of ``model.safetensors``; reject non-finite numbers, and another sha256 than ``checksum``.
-
-    With ``checksum`` None (an older config has none), the sha256 is not compared.
-    """
+    With ``checksum`` None (an older config has none), the sha256 is not compared."""
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [file.name for file in folder.iterdir()])
@@ -214,9 +206,7 @@ def check_tensors(tensors: dict[str, Tensor], source: Path) -> None:
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
     """Return the base's id of each draft id of a saved head, [W] int64; None if it drafts over the whole vocabulary.
-
-    ``config`` and ``weights`` are the results of ``read_head_config`` and ``read_weights`` for ``folder``.
-    """
+    ``config`` and ``weights`` are the results of ``read_head_config`` and ``read_weights`` for ``folder``."""
     count = config["draft_vocab"]
     if count is None:
         return None
@@ -232,10 +222,8 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabulary", remedy: str = "") -> None:
-    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``).
-
-    Error messages begin with ``name`` and end with ``remedy``.
-    """
+    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``). Error
+    messages begin with ``name`` and end with ``remedy``."""
     if len(ids) == 0 or int(ids.max()) >= vocab_size or int(ids.min()) < 0:
         raise UserError(f"{name} must have ids in [0, {vocab_size}), got {ids.tolist()[:4]}...{remedy}")
     if (repeated := len(ids) - len(set(ids.tolist()))) > 0:

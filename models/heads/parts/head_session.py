@@ -30,18 +30,14 @@ from drafthead.models.token_tree import causal_mask
 
 
 class LayerCache(NodeCache, SessionPart):
-    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark).
-
-    The layers read committed tokens again, because the base's own states replace those that the head predicted.
-    """
+    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark). The layers
+    read committed tokens again, because the base's own states replace those that the head predicted."""
 
     def __init__(
         self, layer: Layer, shape: CacheShape, rows: int, inputs: Callable[[HiddenStates], Tensor] | None = None
     ) -> None:
-        """``layer`` runs all attention layers of the head over their inputs [B, F, input width].
-
-        ``inputs`` returns these inputs at committed tokens; a subclass may override ``commit`` instead.
-        """
+        """``layer`` runs all attention layers of the head over their inputs [B, F, input width]. ``inputs`` returns
+        these inputs at committed tokens; a subclass may override ``commit`` instead."""
         super().__init__(rows)
         self._layer, self._shape, self._inputs = layer, shape, inputs
 
@@ -66,11 +62,9 @@ class LayerCache(NodeCache, SessionPart):
         return out
 
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
-
-        The cache does not keep the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: entry
-        [0, i, j] is true if position i attends to position j, which may be later.
-        """
+        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D]. The cache does not keep
+        the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: entry [0, i, j] is true if
+        position i attends to position j, which may be later."""
         self._catch_up()
         rows, count = x.shape[:2]
         self._reserve(count)
@@ -86,11 +80,9 @@ class LayerCache(NodeCache, SessionPart):
 
 class HeadSession(StepwiseSession):
     """State of a head for the rows being decoded: the base's last hidden state, and parts such as the head's caches.
-
     The decoder calls ``commit`` with the tokens that it has committed, and ``StepwiseSession.draft``. That calls
     ``start``, and ``expand`` for every level of the tree. Methods named ``draft_...`` compute in drafting what the
-    head's method of a similar name computes in training.
-    """
+    head's method of a similar name computes in training."""
 
     drafter: DraftHead
     """The trained head. ``StepwiseSession`` reads its ``depth``, ``vocab_size`` and ``d2t``."""
@@ -148,16 +140,12 @@ class HeadSession(StepwiseSession):
 
     def draft_sinks(self) -> Tensor | None:
         """Return the states from which the induction head decides whether to copy, for each tree level: [B, levels, D].
-
-        With [B, 1, D], all levels share one state. With None, ``level`` passes them to ``copied.start`` later.
-        """
+        With [B, 1, D], all levels share one state. With None, ``level`` passes them to ``copied.start`` later."""
         return self.hidden[:, None]
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare the levels of a new tree after ``last_token`` [B].
-
-        A head that does not read its drafts computes all levels here, in one pass.
-        """
+        """Prepare the levels of a new tree after ``last_token`` [B]. A head that does not read its drafts computes all
+        levels here, in one pass."""
         head, depth = self.inference_head, draft_config.depth
         hidden = self.draft_hidden().to(head.dtype)
         if head.reads_drafts:
@@ -171,11 +159,9 @@ class HeadSession(StepwiseSession):
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D].
-
-        ``hidden`` [B, D] is ``draft_hidden()``. Sessions of heads that attend but do not read their drafts define this
-        method. It is called instead of the head's ``all_inputs``, which cannot attend to the session's ``context``.
-        """
+        """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D]. ``hidden`` [B,
+        D] is ``draft_hidden()``. Sessions of heads that attend but do not read their drafts define this method. It is
+        called instead of the head's ``all_inputs``, which cannot attend to the session's ``context``."""
         raise NotImplementedError
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -193,11 +179,9 @@ class HeadSession(StepwiseSession):
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
-
-        If the head does not read its drafts, all nodes of a level share one distribution, and the results have F = 1.
-        ``expand`` adds a Markov correction and an induction head.
-        """
+        """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W]. If the head
+        does not read its drafts, all nodes of a level share one distribution, and the results have F = 1. ``expand``
+        adds a Markov correction and an induction head."""
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
 
@@ -231,12 +215,10 @@ class HeadSession(StepwiseSession):
         return confidence
 
     def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
-        """Return ``function(*inputs)``, computed by a CUDA graph if the base uses graphs.
-
-        The graph of a ``key`` and the inputs' shapes is captured once and replayed for all later sessions of the head.
-        ``function`` must therefore read the rows' state from ``inputs``, never from ``self``: a replay would read the
-        state of the first session. A head that attends reads a growing context, so it has no graphs.
-        """
+        """Return ``function(*inputs)``, computed by a CUDA graph if the base uses graphs. The graph of a ``key`` and
+        the inputs' shapes is captured once and replayed for all later sessions of the head. ``function`` must therefore
+        read the rows' state from ``inputs``, never from ``self``: a replay would read the state of the first session. A
+        head that attends reads a growing context, so it has no graphs."""
         head = self.inference_head
         if not head.base.uses_graphs or head.attends:
             return function(*inputs)

@@ -42,9 +42,7 @@ LAST, BEFORE, COPIED = range(3)
 
 class InductionHead(nn.Module):
     """Attention from a path's last two tokens to all pairs of neighbours in the context; copies the token after a pair.
-
-    A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight.
-    """
+    A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight."""
 
     def __init__(self, base: BaseParts, rank: int) -> None:
         super().__init__()
@@ -84,11 +82,9 @@ class InductionHead(nn.Module):
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens.
-
-        ``d2t`` [W] has the base's ids of the draft tokens. The weight is divided by ``scale``, by which the base's
-        logits, and so the projection's outputs, are multiplied later.
-        """
+        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens. ``d2t``
+        [W] has the base's ids of the draft tokens. The weight is divided by ``scale``, by which the base's logits, and
+        so the projection's outputs, are multiplied later."""
         return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
 
     def forward(
@@ -116,10 +112,8 @@ class InductionHead(nn.Module):
         return weights @ context[1:, COPIED]
 
     def at_anchors(self, batch: TrainBatch, states: Tensor, draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes at all draft positions of all anchors, [K, A, r].
-
-        The sink's score is computed from ``states`` [K, A, D], or [1, A, D] if all draft positions share the states.
-        """
+        """Return the copied codes at all draft positions of all anchors, [K, A, r]. The sink's score is computed from
+        ``states`` [K, A, D], or [1, A, D] if all draft positions share the states."""
         codes, after = self.codes(batch.input_ids.flatten()), draft_targets.last_read
         last, before = codes[:, LAST][after], codes[:, BEFORE][after - 1]
         states, paired = states.nan_to_num().to(self.sharpness.dtype), batch.position_ids.flatten() > 1
@@ -198,9 +192,7 @@ class InductionContext(SessionPart):
 
     def start(self, states: Tensor) -> None:
         """Start a tree. The sink's score on tree level i (from 0) is computed from ``states[:, i]`` of [B, n, D].
-
-        Levels from n on use the last state.
-        """
+        Levels from n on use the last state."""
         self._sinks, self._above, self._level = self._head.sink(states), self._before, 0
         self._mask: Tensor | None = None
         if len(self._lengths) > 1:
@@ -209,10 +201,8 @@ class InductionContext(SessionPart):
             self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
-
-        ``parents`` [B, F] int64 is the index of each node's parent on the level above; 0 for the root.
-        """
+        """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r]. ``parents`` [B, F]
+        int64 is the index of each node's parent on the level above; 0 for the root."""
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
         sink = self._sinks[:, level, None].expand(-1, tokens.shape[1], -1)

@@ -16,9 +16,7 @@ from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
 class DraftLMHeads(nn.Module):
     """Projections of the draft positions to the draft vocabulary: ``count`` trained ones, or the base's frozen one.
-
-    Position k (0-based) uses projection k, or the last projection if there are fewer.
-    """
+    Position k (0-based) uses projection k, or the last projection if there are fewer."""
 
     def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None, scaled: bool) -> None:
         """Create the projections.
@@ -60,9 +58,7 @@ class DraftLMHeads(nn.Module):
 
 class TiedMarkov(nn.Linear):
     """The Markov correction's input: a trained projection to r numbers of the base's embedding, scaled to RMS 1.
-
-    Drafting uses the table [V, r] of all tokens, computed once.
-    """
+    Drafting uses the table [V, r] of all tokens, computed once."""
 
     def __init__(self, base: BaseParts, rank: int) -> None:
         super().__init__(base.hidden_size, rank, bias=False, device=base.device)

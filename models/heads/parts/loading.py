@@ -42,11 +42,9 @@ def load_base(name: str, device: torch.device | str | None = None, **settings: A
 
 
 def load_parts(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseParts:
-    """Load a frozen base without its layers, for heads that get hidden states from elsewhere.
-
-    Embedding, final norm and output head are read, and a few rows of each layer, which identify the base. The arguments
-    are those of ``load_base``.
-    """
+    """Load a frozen base without its layers, for heads that get hidden states from elsewhere. Embedding, final norm and
+    output head are read, and a few rows of each layer, which identify the base. The arguments are those of
+    ``load_base``."""
     return BaseParts.of_checkpoint(BaseConfig(name=name, **settings), device)
 
 
@@ -71,11 +69,8 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head and its base onto ``device``; see :func:`load_head`.
-
-    If ``base`` names no base, the base that the head was trained for is loaded, and settings saved with the head
-    replace defaults.
-    """
+    """Load a head and its base onto ``device``; see :func:`load_head`. If ``base`` names no base, the base that the
+    head was trained for is loaded, and settings saved with the head replace defaults."""
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()
@@ -86,11 +81,9 @@ def load_base_and_head(
 
 
 def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
-    """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults.
-
-    Saved settings only locate the base and switch its reasoning, so a downloaded config cannot turn on
-    trust_remote_code. A random base is rejected above ``RANDOM_LIMIT``.
-    """
+    """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults. Saved settings only
+    locate the base and switch its reasoning, so a downloaded config cannot turn on trust_remote_code. A random base is
+    rejected above ``RANDOM_LIMIT``."""
     if not isinstance(recipe, dict):
         raise UserError(f"{folder}/config.json has a base.recipe of type {type(recipe).__name__}; copy the head again")
     saved_settings = {k: v for k, v in recipe.items() if k in SAVED_KEYS}

@@ -46,10 +46,8 @@ memory is about three such matrices."""
 
 @settings(kw_only=True)
 class LossConfig:
-    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens.
-
-    k counts the draft positions, and ``decay`` or ``depth_weights`` gives their weights w_k.
-    """
+    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens. k counts the draft
+    positions, and ``decay`` or ``depth_weights`` gives their weights w_k."""
 
     ce: NonNegativeFloat = 1.0
     """Weight of the cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
@@ -124,10 +122,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's probabilities of the draft vocabulary, renormalised, at c target tokens.
-
-    They are the same for all draft positions.
-    """
+    """The base's probabilities of the draft vocabulary, renormalised, at c target tokens. They are the same for all
+    draft positions."""
 
     probs: Tensor
     """[c, W] probabilities p of W draft tokens, float32 or wider; rows sum to 1."""
@@ -319,9 +315,7 @@ class Labels:
 
 def chunk_rows(vocabulary: int, device: str) -> int:
     """Return the number of targets per chunk, at least 64; ``vocabulary`` is the number of logits per target.
-
-    ``device`` is a device type such as ``cpu``.
-    """
+    ``device`` is a device type such as ``cpu``."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
@@ -373,10 +367,8 @@ def heads_loss(
 
 @torch.no_grad()
 def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
-    """Return the head's probability of each target at each draft position, [K, n]; see ``heads_loss``.
-
-    It is 0 for invalid targets and for targets outside the draft vocabulary.
-    """
+    """Return the head's probability of each target at each draft position, [K, n]; see ``heads_loss``. It is 0 for
+    invalid targets and for targets outside the draft vocabulary."""
     probs, anchors = torch.zeros(labels.valid.shape, device=hidden.device), labels.anchors()
     for start in range(0, probs.shape[1], rows):
         span = slice(start, start + rows)
@@ -481,11 +473,9 @@ has no cross-entropy."""
 
 
 def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
-    """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
-
-    For each position k (from 1): ``loss_k``, the mean cross-entropy; ``accept_k``, the share of targets that are the
-    head's likeliest token; and, except in training, ``overlap_k``, the mean acceptance alpha = sum_v min(p_v, q_v).
-    """
+    """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)]. For each position k (from 1):
+    ``loss_k``, the mean cross-entropy; ``accept_k``, the share of targets that are the head's likeliest token; and,
+    except in training, ``overlap_k``, the mean acceptance alpha = sum_v min(p_v, q_v)."""
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     metrics = {
         f"{name}_{k + 1}": torch.stack([column[total][k], column[count][k]])

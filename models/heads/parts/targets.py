@@ -20,11 +20,9 @@ from drafthead.models.kernels.packed import PackedMask
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTargets:
-    """The anchors and targets of a batch. Tokens have flat indices: row * T + t.
-
-    Example: the row is ``a b c d`` and K = 2. The target ``c`` is predicted by position 1 from ``a`` (t = 0). The
-    target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``. The anchors are 0 and 1.
-    """
+    """The anchors and targets of a batch. Tokens have flat indices: row * T + t. Example: the row is ``a b c d`` and K
+    = 2. The target ``c`` is predicted by position 1 from ``a`` (t = 0). The target ``d`` is predicted by position 1
+    from ``b`` (t = 1) and by position 2 from ``a``. The anchors are 0 and 1."""
 
     anchors: Tensor
     """[A] int64 flat index of each anchor, ascending."""
@@ -45,11 +43,9 @@ class DraftTargets:
     def of(
         cls, batch: TrainBatch, depth: int, device: torch.device | str | None = None, most: int | None = None
     ) -> "DraftTargets":
-        """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
-
-        The batch is in host memory, and the result on ``device`` (None: there, too). ``most``: use at most this many
-        anchors, drawn at random.
-        """
+        """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on. The
+        batch is in host memory, and the result on ``device`` (None: there, too). ``most``: use at most this many
+        anchors, drawn at random."""
         device = batch.input_ids.device if device is None else torch.device(device)
         by_anchor = torch.stack([batch.next_tokens(k)[1] for k in range(1, depth + 1)]).flatten(1)
         used = by_anchor.any(0)
@@ -72,11 +68,9 @@ class DraftTargets:
         return cls(**moved, mask=mask, seen=mask.at(anchors.cpu()))
 
     def weighted(self, weights: Tensor, one_prediction: bool) -> "DraftTargets":
-        """Return these targets with the ``weights`` of a batch, [B, T, K]; predictions of weight 0 become invalid.
-
-        So do those of draft positions that ``weights`` lacks. ``one_prediction``: all draft positions predict a token
-        by equal logits, and the weight of a token is its largest one at any draft position.
-        """
+        """Return these targets with the ``weights`` of a batch, [B, T, K]; predictions of weight 0 become invalid. So
+        do those of draft positions that ``weights`` lacks. ``one_prediction``: all draft positions predict a token by
+        equal logits, and the weight of a token is its largest one at any draft position."""
         depth, weights = len(self.valid), weights.flatten(0, 1)[self.target_idx].t()
         weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
         weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
@@ -89,10 +83,8 @@ class DraftTargets:
         return (self.anchors + offsets[:, None]).clamp_(max=self.mask.tokens - 1)
 
     def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
-        """Return the labels for the loss, with the base's final state at the position before each target.
-
-        ``t2d`` [V] maps the base's ids to draft ids, -1 for ids outside the draft vocabulary.
-        """
+        """Return the labels for the loss, with the base's final state at the position before each target. ``t2d`` [V]
+        maps the base's ids to draft ids, -1 for ids outside the draft vocabulary."""
         return Labels(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
