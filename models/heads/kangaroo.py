@@ -36,14 +36,12 @@ from drafthead.system.devices import is_host
 
 class ExitStates(SessionPart):
     """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache. Nodes
-    are numbered in the order in which the layers read them, as in ``Proposal.slots``. Committed positions are in the
-    cache, which belongs to the decoder."""
+    are numbered in the order in which the layers read them, as in ``Proposal.slots``."""
 
     def __init__(self, first: BaseModel, target: TreeCache) -> None:
         self._model, self._target = first, target
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Start a tree after the committed positions."""
         self._cache = self._target.first_layers(self._model.num_layers)
         self._hidden: list[Tensor] = []
         self._ancestors: Tensor | None = None
@@ -62,8 +60,8 @@ class ExitStates(SessionPart):
         pass
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
-        ``parents`` [B, F] are indices on the level above."""
+        """Return the last layer's outputs [B, F, D] for the next tree level; ``parents`` [B, F] are indices on the
+        level above."""
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
 
@@ -75,9 +73,11 @@ class ExitStates(SessionPart):
 
     def drafted(self, proposal: Proposal) -> Proposal:
         """Run the layers over the nodes of ``proposal`` that drafting has not read; add the outputs for all its nodes.
+
         Drafting reads a node only to draft after it, so the tree's leaves are unread. In a dynamic tree, it may have
         read nodes that are not in the proposal. The cache then loses these nodes and gets the proposal's order, as
-        verification expects."""
+        verification expects.
+        """
         if proposal.slots is None:  # the root alone
             return proposal
         numbers = proposal.slots.expand_as(proposal.tokens).clone()
@@ -166,8 +166,7 @@ class KangarooHead(DraftHead):
         return self.adapter(x, batch.position_ids, draft_targets.mask).flatten(0, 1)[draft_targets.last_read]
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
-        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D]. The other arguments are
-        those of ``HeadAttention.forward``."""
+        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head; see ``HeadAttention.forward``."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
@@ -181,7 +180,7 @@ class KangarooHead(DraftHead):
 
 
 class KangarooSession(HeadSession):
-    """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head. The
+    """A session that runs the base's first layers, the adapter and the base's output head for each tree level. The
     first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own."""
 
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:

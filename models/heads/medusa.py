@@ -50,7 +50,7 @@ class MedusaConfig(DraftHeadConfig):
 
 class ResBlock(nn.Module):
     """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``. W and b start at
-    zero, so the untrained block returns ``x``."""
+    zero."""
 
     def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,6 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Map ``x`` [..., D] to [..., D]; pass ``condition`` [..., D] if the block was created with ``conditioned``."""
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
 
 
@@ -72,15 +71,14 @@ class Blocks(nn.ModuleList):
         self._repeats = count if tied else 1
 
     def in_order(self) -> list[ResBlock]:
-        """Return the blocks in the order of application; a tied block is repeated."""
         return [cast(ResBlock, block) for block in self] * self._repeats
 
     def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
-        """Return self, unpacked, because ``MedusaHead`` packs the blocks of all heads together."""
+        """Return self, because ``MedusaHead`` packs the blocks of all heads together."""
         return self
 
     def forward(self, x: Tensor, *condition: Tensor) -> Tensor:
-        """Apply all blocks to ``x`` [..., D]; only the first one reads ``condition`` [..., D]."""
+        """Map ``x`` [..., D] to [..., D]; only the first block reads ``condition`` [..., D]."""
         first, *deeper = self.in_order()
         x = first(x, *condition)
         for block in deeper:
@@ -111,10 +109,8 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the projections' inputs of positions 0 to K - 1, [B, K, D], as ``DraftHead.all_inputs`` does.
-
-        K is ``depth``. Joined and packed layers need fewer and larger matrix products than calls of ``advance``.
-        """
+        """Compute ``DraftHead.all_inputs`` with joined and packed layers: fewer and larger matrix products than in
+        ``advance``."""
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs. An inference copy leaves blocks unpacked for this.
         self._packed_heads = heads = max(self._packed_heads, depth)
@@ -127,9 +123,8 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return packed linear layers of the first ``heads`` heads: those of the first blocks, and of later blocks. The
-        first blocks of all heads are joined into one layer, because they read the same input. The later blocks are a
-        list for each block number, with one layer per head."""
+        """Return packed linear layers of ``heads`` heads: one that joins all first blocks, which read the same input,
+        and a list for each later block, with one layer per head."""
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
         first, *deeper = zip(*by_head[:heads], strict=True)
