@@ -28,8 +28,8 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a query sees: the last ``size`` up to its own. ``chunked``: those up to its own in its chunk.
-    Chunks are blocks of ``size`` positions, the first from 0."""
+    """The positions that a query sees: the last ``size`` up to its own, or if ``chunked`` those up to its own in its
+    chunk. Chunks are blocks of ``size`` positions, the first from 0."""
 
     size: int
     chunked: bool
@@ -48,11 +48,9 @@ class Windows:
     """The attention windows of a base's layers. A base without windows has None instead."""
 
     by_kind: dict[str, Window | None]
-    """Layer type -> window. None: full attention, or a window that covers the longest context."""
-    single: bool
-    """True if the config has no ``layer_types``: all layers are alike, and the decoder expects one mask."""
-    by_layer: tuple[int, ...]
-    """Number of positions that each layer sees; 0 means all."""
+    """Layer type -> window; None: full attention, or a window that covers the longest context."""
+    single: bool  # all layers are alike (no ``layer_types``), and the decoder expects one mask
+    by_layer: tuple[int, ...]  # number of positions that each layer sees; 0 means all
 
     @property
     def smallest(self) -> int:
@@ -84,18 +82,17 @@ class Windows:
         return next(iter(masks.values())) if self.single else masks
 
     def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
-        """Return a mask per layer type (one if ``single``) from the mask of full attention for packed rows."""
+        """Return the ``masks`` for packed rows."""
         kinds = self.by_kind.items()
         masks = {kind: mask if window is None else mask.within(window.size, window.chunked) for kind, window in kinds}
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
-        """Return the decoder's mask argument with one mask for all layer types, for contexts up to ``smallest``."""
+        """Return one mask for all layer types, for contexts up to ``smallest``."""
         return mask if self.single else dict.fromkeys(self.by_kind, mask)
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """Return the windows that matter within ``context`` positions, or None."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]
@@ -117,7 +114,6 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
 
 @contextmanager
 def shortened(config: PreTrainedConfig, size: int) -> Iterator[None]:
-    """Limit the config's windows to ``size`` positions inside the ``with`` block."""
     stock = {key: getattr(config, key, None) for key in SIZES.values()}
     try:
         for key, value in stock.items():

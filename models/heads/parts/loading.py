@@ -71,8 +71,8 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head and its base onto ``device``. If ``base`` names no base, the base that the head was trained for is
-    loaded, and settings saved with the head replace defaults."""
+    """Load a head and its base onto ``device``. If ``base`` names no base, load the base that the head was trained for;
+    settings saved with the head then replace defaults."""
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()

@@ -94,12 +94,12 @@ class LossConfig:
 
     @property
     def reads_alpha(self) -> bool:
-        """True if a term of the loss other than ``confidence`` needs alpha, the probability of acceptance."""
+        """True if a term other than ``confidence`` needs alpha, the probability of acceptance."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
     def needs_target_probs(self) -> bool:
-        """True if a term of the loss other than ``confidence`` needs the base's distribution p."""
+        """True if a term other than ``confidence`` needs the base's distribution p."""
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
