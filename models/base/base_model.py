@@ -306,7 +306,7 @@ class BaseModel(BaseParts):
         return _hidden_states(out.last_hidden_state, states, spec)
 
 
-COUNTING = BaseConfig(max_context=16, prepack=False)  # of a base without weights that only serves to count parameters
+COUNTING = BaseConfig(max_context=16, prepack=False)  # for a base without weights, to count parameters
 
 
 def meta_base(

@@ -1,7 +1,7 @@
 """The config of a base in a GGUF file. Keys that transformers ignores are added, or the file is refused.
 
-llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and unusual sizes as separate keys.
-transformers uses defaults instead, so the base would load but compute something else than in llama.cpp.
+llama.cpp writes scaled rotary embeddings and unusual sizes as tensors or keys for which transformers uses defaults, so
+the base would load but compute something else than in llama.cpp.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Masks for sliding-window and chunked attention, from the distance between positions.
 
-Layers with a window get a separate mask. The position of a tree node is its depth after the prefix, not its index in
-the cache: two siblings are at the same distance from every key. A trimmed cache holds fewer keys for these layers, but
-all committed keys that the window may reach.
+The position of a tree node is its depth after the prefix, not its index in the cache: two siblings are at the same
+distance from every key. A trimmed cache holds fewer keys for layers with a window, but all that the window may reach.
 
 Shape legend: R rows or 1, T queries, K keys.
 """
@@ -93,6 +92,7 @@ class Windows:
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
+    """Return the windows that matter within ``context`` positions, or None."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]
@@ -114,6 +114,7 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
 
 @contextmanager
 def shortened(config: PreTrainedConfig, size: int) -> Iterator[None]:
+    """Limit the config's windows to ``size`` positions inside the ``with`` block."""
     stock = {key: getattr(config, key, None) for key in SIZES.values()}
     try:
         for key, value in stock.items():

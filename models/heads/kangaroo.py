@@ -1,13 +1,12 @@
 """Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
 
-The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``. Its input x is the output of the
-base's layer ``exit_layer``, the exit states. The base's frozen output head maps its output to logits. Drafting stops
-after the first draft whose probability is below ``confidence_threshold``.
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over the output x of the base's
+layer ``exit_layer``. The base's frozen output head maps its output to logits. Drafting stops after the first draft
+whose probability is below ``confidence_threshold``.
 
-Drafting and verification share the first layers (early exit). Drafting runs them, which writes the nodes' keys and
-values into the target's cache. Verification continues from the exit states through the other layers only.
-
-Beyond the paper: trees, batches, sampling, a reduced draft vocabulary, and training on the base's own answers.
+Drafting runs the first layers, which writes the nodes' keys and values into the target's cache. Verification continues
+from the exit states through the other layers only (early exit). Beyond the paper: trees, batches, sampling, a draft
+vocabulary, and training on the base's own answers.
 
 Shape legend: B rows, T time, F nodes of a tree level, D width.
 """

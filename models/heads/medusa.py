@@ -1,16 +1,13 @@
 """Medusa heads (Cai et al., 2401.10774): K independent heads over the base's last hidden state.
 
-Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. Both published
-variants exist: one projection per head that starts as the base's (the paper), or the base's own projection, frozen
-and shared (the later recipe).
+Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. The projection is
+one per head that starts as the base's (the paper), or the base's own, frozen and shared (the later recipe).
 
-Differences from the reference code: the blocks of a head are separate modules instead of one repeated module. Their
-biases start at zero like their weights, so an untrained head is exactly the base's next-token head. The projections
-can be restricted to a draft vocabulary.
+Differences from the reference code: the blocks of a head are separate modules. Their biases start at zero, so an
+untrained head is exactly the base's next-token head. The projections can be restricted to a draft vocabulary.
 
-``reads_last_token`` is our addition. When drafting starts, ``x_{t+1}`` is already committed, but a Medusa head has to
-guess it from ``h_t``. With the option, the first block of every head also reads the embedding of ``x_{t+1}``, as the
-first Hydra head does (2402.05109). The heads remain independent of each other, so drafting is still one pass.
+``reads_last_token`` is our addition: the first block of every head also reads the embedding of ``x_{t+1}``, which is
+already committed when drafting starts, as the first Hydra head does (2402.05109). Drafting is still one pass.
 
 Shape legend: B batch, K heads, D width.
 """

@@ -3,11 +3,10 @@
 Position k mixes the state of position k - 1 with the embedding of the token drafted last, and its projection reads the
 result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: lstm`` is the Arctic variant.
 
-Beyond the papers: projections to a reduced draft vocabulary (input tokens are always target ids), targets that stay in
-their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
-``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
-of the head's state to the base's last hidden state and projects the sum with the base's frozen projection. Untrained,
-such a head equals the base's next-token head.
+Beyond the papers: a draft vocabulary, targets that stay in their document, and all kinds of trees. Two options train
+fewer parameters. ``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false``
+adds a linear map of the head's state to the base's last hidden state, and projects the sum with the base's frozen
+projection. Untrained, such a head equals the base's next-token head.
 
 Shape legend: K draft positions, D base width, E inner width.
 """

@@ -38,7 +38,7 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 RECORDED = ("llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss")
 """Model types of bases for which llama.cpp keeps the inputs of layers, which heads read; with others it aborts."""
 DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}  # formats of heads -> llama.cpp's architectures
-OTHER_KEYS = ("tokenizer.", "drafthead.")  # keys without the architecture's name; only drafthead reads the last
+OTHER_KEYS = ("tokenizer.", "drafthead.")  # beginnings of keys without the architecture's name
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",

@@ -1,9 +1,9 @@
 """Losses of draft heads, computed in chunks so that a [tokens, vocabulary] matrix never exists as a whole.
 
-At each target, q is the head's distribution and p the base's, both over the draft vocabulary. p is renormalised over
-that vocabulary, because computing the base's mass outside it would cost its whole projection. ``alpha = sum_v min(p_v,
-q_v)`` is the probability that speculative sampling would accept the draft if the base, too, were limited to the draft
-vocabulary. alpha is therefore an upper bound of the true acceptance rate. q = p maximises both.
+At each target, q is the head's distribution and p the base's, renormalised over the draft vocabulary, because the
+base's mass outside it would cost the whole projection. ``alpha = sum_v min(p_v, q_v)`` is the probability that
+speculative sampling would accept the draft if the base, too, were limited to the draft vocabulary. alpha is therefore
+an upper bound of the true acceptance rate.
 
 Shape legend: K draft positions, A anchors, n targets, c targets of a chunk, D width, W draft vocabulary.
 """

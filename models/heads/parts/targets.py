@@ -1,8 +1,8 @@
 """Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
-An anchor is a position t of the text from whose ``h_t`` a head drafts. The target of draft position k at that anchor
-is ``x_{t+1+k}``, with k from 1. Heads compute anchor by anchor. Only the loss goes through the targets, because the
-base's distribution at a target is computed once for all draft positions.
+An anchor is a position t of the context from whose ``h_t`` a head drafts. The target of draft position k (from 1) at
+that anchor is ``x_{t+1+k}``. Heads compute anchor by anchor; the loss goes through the targets, because the base's
+distribution at a target is computed once for all draft positions.
 
 Shape legend: B batch, T time, N = B * T tokens, A anchors, K draft positions, n targets, D width, V target vocabulary.
 """
