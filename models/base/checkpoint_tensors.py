@@ -50,7 +50,7 @@ class _Sources:
     """The stored tensors that make up one or several tensors of a model."""
 
     converter: WeightConverter | None = None  # rule that computes the model's tensors; None: as stored
-    stored: list[tuple[str, str]] = field(default_factory=list)  # name, pattern of the rule
+    stored: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, rule's pattern)
 
 
 class CheckpointTensors:

@@ -58,8 +58,8 @@ class PublishedCheckpoint:
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the size under ``key`` if the tensor ``name`` has as many rows, so that no wrong config allocates a
-        large head."""
+        """Return the size under ``key``, if ``name`` has as many rows, so that a wrong config allocates no large
+        head."""
         size, tensor = self.integer(key), self.tensors.get(name)
         if tensor is None or len(tensor) != size:
             rows = f"it has no tensor {name}" if tensor is None else f"{name} has {len(tensor)} rows"

@@ -152,7 +152,7 @@ class Format:
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     """Keys that hold sizes of the base -> attributes of :class:`BaseParts`."""
     constants: ClassVar[Mapping[str, Any]] = {}  # keys with the same value for every head
-    other_keys: ClassVar[frozenset[str]] = frozenset()  # further keys that an import uses
+    other_keys: ClassVar[frozenset[str]] = frozenset()  # further keys of an import
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"quantization_config": ()}
     """Keys of ``config.json`` that change the drafts -> the only values that heads support; () if none."""
     harmless: ClassVar[frozenset[str]] = frozenset()  # more keys that change no draft; other unknown keys are noted

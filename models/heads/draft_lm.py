@@ -1,8 +1,9 @@
-"""A small causal LM made of some of the base's layers, trained to draft for it (vanilla speculative decoding,
-2211.17192 and 2302.01318).
+"""A small causal LM made of some of the base's layers, trained to draft for it (2211.17192, 2302.01318).
 
 It reads tokens, not hidden states. The base's embedding and output head are frozen and shared. Copies of a few decoder
-layers and of the final norm are trained, as in DistilBERT and Distil-Whisper. Shape legend: B batch, T time, D width.
+layers and of the final norm are trained, as in DistilBERT and Distil-Whisper.
+
+Shape legend: B batch, T time, D width.
 """
 
 from copy import deepcopy
@@ -125,9 +126,8 @@ class DraftLMSession(HeadSession):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Change the inner width of a gated MLP to ``width``, in place. A smaller MLP keeps the channels with the largest
-    weights; new channels of a larger one output zero. Reject MLPs unlike Llama's, and gate or up projections with a
-    bias."""
+    """Change the inner width of a gated MLP to ``width``, in place; reject MLPs unlike Llama's. A smaller MLP keeps the
+    channels with the largest weights; new channels of a larger one output zero."""
     linears: list[Any] = [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
     gate, up, down = linears
     if not all(isinstance(linear, nn.Linear) for linear in linears) or not gate.bias is up.bias is None:

@@ -237,9 +237,9 @@ class Eagle3Head(DraftHead):
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
-    """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1.
-    Number n is transformers' ``hidden_states[n]``, and 0 the embedding, to which small bases are limited. The reference
-    code counts from 0 and stores the input of layer n, which is the same state."""
+    """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1,
+    limited to [0, L]. Number n is transformers' ``hidden_states[n]``; 0 is the embedding. The reference code counts
+    from 0 and stores the input of layer n, which is the same state."""
     return min(2, count), count // 2, max(0, count - 3)
 
 

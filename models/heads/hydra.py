@@ -96,9 +96,8 @@ class HydraBlocks(nn.ModuleList):
 
 class PrefixLayer(HeadDecoderLayer):
     """A decoder layer with a final norm, over the base's hidden states; weights have the names of Llama checkpoints.
-    The untrained layer adds nothing, and its norm has the mean scale of the base's final norm. It therefore starts as
-    the identity up to a factor per token: 0.90 to 1.33 on SmolLM2, which raises an untrained head's loss by 0.064
-    nats."""
+    The untrained layer is the identity up to a factor per token, because its norm has the mean scale of the base's
+    final norm. The factor is 0.90 to 1.33 on SmolLM2, which raises an untrained head's loss by 0.064 nats."""
 
     def __init__(self, base: BaseParts) -> None:
         super().__init__(base)

@@ -73,9 +73,9 @@ SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection for llama.cpp's rotation; their shape stays [heads x E, D].
-    transformers rotates row i of a head together with row i + E / 2, llama.cpp's Llama rotates neighbouring rows. For E
-    = 4 the rows 0 1 2 3 become 0 2 1 3."""
+    """Reorder the rows of a query or key projection [heads x E, D] for llama.cpp's rotation. transformers rotates row i
+    of a head together with row i + E / 2, llama.cpp's Llama rotates neighbouring rows. For ``E = 4`` the rows 0 1 2 3
+    become 0 2 1 3."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
@@ -85,8 +85,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Apply ``turn`` (``to_pairs`` or ``to_halves``) if ``name``, as in transformers, is a query or key
-    projection's."""
+    """Apply ``turn`` (``to_pairs`` or ``to_halves``) if ``name`` is that of a query or key projection."""
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if name.endswith(f"{projection}.weight"):
             return turn(tensor, config[heads])
@@ -190,8 +189,7 @@ class GgufLayout(Format):
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a head's config from a file's keys and its tensors by published name, except the sizes of
-        ``SIZES``."""
+        """Return a head's config without ``SIZES``, from a file's keys and its tensors by published name."""
 
     def add_vocabulary(self, file: GgufFile, base: BaseParts) -> None:
         """Add a tokenizer; by default none, because llama.cpp uses the target's."""

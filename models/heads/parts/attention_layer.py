@@ -224,8 +224,8 @@ def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
 
 
 def head_rope(base: BaseParts) -> dict[str, Any]:
-    """Return ``rope_parameters`` for a head's layers: the base's if the base rotates like Llama, else only its theta
-    (if layers differ, that of full attention)."""
+    """Return ``rope_parameters`` for a head's layers: the base's if it rotates like Llama, else its theta (of full
+    attention)."""
     config = base.model_config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):

@@ -302,9 +302,9 @@ class DraftHead(nn.Module, Drafter):
         return torch.stack(outputs)
 
     def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D]. By
-        default they are the base's final states. ``hidden`` [K, A, D] is the result of ``hidden_at_positions``.
-        Drafting uses the session's ``draft_sinks`` instead."""
+        """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D]; by
+        default the base's final ones. ``hidden`` [K, A, D] is from ``hidden_at_positions``. Drafting uses the session's
+        ``draft_sinks``."""
         return base_hidden.final.flatten(0, 1)[None, draft_targets.anchors]
 
     def projection(self, k: int) -> LMHead:
