@@ -125,8 +125,7 @@ def _at(modules: nn.ModuleList, k: int) -> nn.Module:
 
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
-    """Initialise all but the norms with normal weights, as the reference code does; ``deviation`` maps a shape to the
-    deviation."""
+    """Initialise all but the norms with normal weights, as the reference code does; ``deviation`` maps shapes."""
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))

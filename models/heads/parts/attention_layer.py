@@ -173,8 +173,7 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseParts, inner: int | None = None) -> None:
-        """Create an MLP. ``inner`` None: the smallest inner width of the base's layers, or four times the hidden
-        size."""
+        """``inner`` is the inner width; None: the smallest of the base's layers, or four times the hidden size."""
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model_config, "intermediate_size") or 4 * width
@@ -224,8 +223,7 @@ def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
 
 
 def head_rope(base: BaseParts) -> dict[str, Any]:
-    """Return ``rope_parameters`` for a head's layers: the base's if it rotates like Llama, else its theta (of full
-    attention)."""
+    """Return the base's ``rope_parameters`` if it rotates like Llama, else its theta (of full attention)."""
     config = base.model_config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):

@@ -308,8 +308,7 @@ class DraftHead(nn.Module, Drafter):
         return base_hidden.final.flatten(0, 1)[None, draft_targets.anchors]
 
     def projection(self, k: int) -> LMHead:
-        """Return the projection of draft position k (0-based), without the optional parts; the base's if none is
-        trained."""
+        """Return the projection of draft position k (0-based), without optional parts; the base's if untrained."""
         return self.projections.head(k)
 
     @property
@@ -475,7 +474,7 @@ class DraftHead(nn.Module, Drafter):
     # Training the base (Medusa-2 only) -------------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters if there are none; ``now`` says if the next phase trains them. Only for
+        """Create the base's adapters if there are none; ``now``: the next phase trains them. Only for
         ``trains_base``."""
         raise NotImplementedError
 

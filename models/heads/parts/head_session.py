@@ -62,9 +62,8 @@ class LayerCache(NodeCache, SessionPart):
         return out
 
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D], without storing keys
-        and values. ``seen`` [1, P, P] bool: [0, i, j] is true if position i attends to position j, which may be
-        later."""
+        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D]; store no keys and
+        values. ``seen`` [1, P, P] bool: [0, i, j] is true if position i attends to position j, which may be later."""
         self._catch_up()
         rows, count = x.shape[:2]
         self._reserve(count)
@@ -141,8 +140,8 @@ class HeadSession(StepwiseSession):
         return self.hidden[:, None]
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Start a tree after ``last_token`` [B]. A head that does not read its drafts computes all levels here, in one
-        pass."""
+        """Start a tree after ``last_token`` [B]; compute all levels in one pass if the head does not read its
+        drafts."""
         head, depth = self.inference_head, draft_config.depth
         hidden = self.draft_hidden().to(head.dtype)
         if head.reads_drafts:
@@ -157,7 +156,7 @@ class HeadSession(StepwiseSession):
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return the inputs of the projections of ``depth`` = K draft positions, [B, K, D], from ``draft_hidden()``
-        [B, D]. Heads that attend but do not read their drafts need this method, because ``all_inputs`` cannot attend to
+        [B, D]. Heads that attend but do not read drafts need it, because ``all_inputs`` cannot attend to
         ``context``."""
         raise NotImplementedError
 

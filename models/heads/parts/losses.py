@@ -292,8 +292,7 @@ class Labels:
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Return the number of targets per chunk, at least 64, for ``vocabulary`` logits per target and a type of
-    device."""
+    """Return the number of targets per chunk, at least 64, for ``vocabulary`` logits each and a device type."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 

@@ -64,8 +64,7 @@ class DraftTargets:
 
     def weighted(self, weights: Tensor, one_prediction: bool) -> "DraftTargets":
         """Return these targets with the ``weights`` [B, T, K] of a batch; predictions without a weight above 0 become
-        invalid. ``one_prediction``: all draft positions predict a token by equal logits, so its largest weight
-        counts."""
+        invalid. ``one_prediction``: a token has equal logits at all draft positions, so its largest weight counts."""
         depth, weights = len(self.valid), weights.flatten(0, 1)[self.target_idx].t()
         weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
         weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
@@ -91,9 +90,8 @@ class DraftTargets:
 
 
 def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tensor:
-    """Return the rank of each target: the number of likelier draft tokens, at most ``top``, [n] int64. ``hidden``
-    [n, D] are the inputs of ``head``. ``target_ids`` [n] int64 are draft ids; -1 (outside the vocabulary) has the rank
-    ``top``."""
+    """Return the rank of each target [n] int64: the number of likelier draft tokens, at most ``top``. ``hidden`` [n, D]
+    are the inputs of ``head``. ``target_ids`` [n] int64 are draft ids; -1 (outside the vocabulary) gets ``top``."""
     ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
     for start in range(0, len(target_ids), size):
