@@ -1,8 +1,8 @@
 """Adapters of a base in peft's format: merging at load, copying, and digests. Only safetensors are read.
 
-A base with a merged adapter counts as another base. Its fingerprint combines the original's with a digest of the
-adapter, which is stored in the model's config, and has the fingerprint of the merged weights too. So the base is
-recognised in another dtype, and if somebody else merged the adapter.
+A base with a merged adapter counts as another base. Its fingerprint combines the original's, a digest of the adapter
+(stored in the model's config) and that of the merged weights. So the base is recognised in another dtype, and if
+somebody else merged the adapter.
 """
 
 import hashlib
@@ -26,12 +26,11 @@ SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_patter
 """Keys of an adapter's config that, with its weights, determine what it adds to a base."""
 PATTERNS = ("exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 """Keys of an adapter's config whose texts peft uses as regular expressions."""
-KEEP_BASE = ("gaussian", "orthogonal", "eva")
-"""Ways to start a LoRA that leave the base's weights unchanged."""
+KEEP_BASE = ("gaussian", "orthogonal", "eva")  # ways to start a LoRA that leave the base's weights unchanged
 
 
 def digest_of(original: str, folder: Path) -> str:
-    """Return the adapter's digest, 16 hex digits, and the second half of its base's fingerprint, ``original``."""
+    """Return 16 hex digits for the adapter, and the second half of its base's fingerprint, ``original``."""
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
@@ -40,10 +39,8 @@ def digest_of(original: str, folder: Path) -> str:
 
 
 def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
-    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters.
-
-    Warn if the adapter was trained on a base whose name is not among ``base_names``, the names of this one.
-    """
+    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters. Warn
+    if the adapter was trained on a base whose name is not among ``base_names``."""
     folder = Path(name)
     for file_name in (CONFIG, WEIGHTS):
         if not safe_join(folder, file_name).is_file():
@@ -99,7 +96,7 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
 
 
 def _unsupported(config: Any) -> str | None:
-    """Return the first setting of an adapter's config that is not supported, as text."""
+    """Name the first setting of an adapter's config that is not supported."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         return f"an adapter of type {config.get('peft_type') if isinstance(config, dict) else None}, not LORA"
     if config.get("megatron_config"):

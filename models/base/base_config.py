@@ -52,12 +52,10 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 """Settings that a saved head stores and loads to find its base; the last four only with ``random``."""
 SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget")
 """Chat template variables that are loaded from a saved head. Others, such as ``tools``, may name a file."""
-ADAPTER = "adapter"
-"""Folder of the base's adapter in a saved head."""
+ADAPTER = "adapter"  # folder of the base's adapter in a saved head
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
-FEED_FORWARD = frozenset(("mlp", "moe"))
-"""Layer types that keep nothing between tokens."""
+FEED_FORWARD = frozenset(("mlp", "moe"))  # layer types that keep nothing between tokens
 PARAMETERS_PER_BYTE = 8
 """Most parameters that a base's config may describe per byte of its weights. GGUF's smallest type has 5."""
 EMBEDDED = "embedded:smollm2"
@@ -114,7 +112,7 @@ class BaseConfig:
 
     @property
     def has_whole_tensors(self) -> bool:
-        """True if single tensors can be read from the base's files: safetensors without an adapter to merge."""
+        """True if single tensors can be read from the base's files."""
         return not (self.random or self.gguf_file or self.adapter)
 
     def saved(self) -> dict[str, Any]:
@@ -126,7 +124,6 @@ class BaseConfig:
         return settings | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
-        """Return the transformers config, from ``shape`` if given (offline), else from ``name``."""
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
@@ -146,7 +143,7 @@ class BaseConfig:
             raise UserError(could_not_load(self.name, error)) from None
 
     def folder(self, progress: Callable[[str], None] = lambda line: None) -> str:
-        """Return the checkpoint's folder or Hub id. The embedded model is converted first; ``progress`` gets a line."""
+        """Return the checkpoint's folder or Hub id. The embedded model is converted first."""
         if self.name != EMBEDDED:
             return self.name
         from drafthead.data.embedded.packages import smollm2_folder  # only this base needs it
@@ -154,14 +151,13 @@ class BaseConfig:
         return str(smollm2_folder(progress))
 
     def stored_config(self, folder: str) -> PreTrainedConfig:
-        """Return the transformers config of the checkpoint in ``folder``, which may be a Hub id."""
         if self.gguf_file:
             return gguf_config(folder, self.gguf_file, **self.hub_options())
         check_lengths(PreTrainedConfig.get_config_dict(folder, **self.hub_options())[0], f"the config.json of {folder}")
         return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer that the setting ``tokenizer`` names; if it is None, that of ``folder`` (or Hub id)."""
+        """Return the tokenizer that ``tokenizer`` names; if it is None, that of ``folder`` (or Hub id)."""
         if self.tokenizer == "builtin:tiny":
             from drafthead.data.embedded.tiny import tiny_tokenizer  # only tests and examples need it
 
@@ -183,7 +179,7 @@ class BaseConfig:
 
 
 def could_not_load(name: str, error: Exception) -> str:
-    """Return one line that says why the base ``name`` did not load, from ``error``, and what to do."""
+    """Return one line that says why the base ``name`` did not load, and what to do."""
     if isinstance(error, UserError):
         return str(error)
     if not name:
@@ -210,7 +206,7 @@ def could_not_load(name: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error as one sentence, joined with the other lines if it ends with a colon."""
+    """Return the first line of an error, joined with the others if it ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     return text if text.endswith(".") else f"{text}."
@@ -224,10 +220,8 @@ class ContextLimit(NamedTuple):
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
-    """Return the longest context in which drafts cannot change the base's output; None if every length is safe.
-
-    In some bases, the states of early tokens change when the context grows; in others, a table of positions ends.
-    """
+    """Return the longest context in which drafts cannot change the base's output; None if every length is safe. In some
+    bases, the states of early tokens change when the context grows; in others, a table of positions ends."""
     config = text_config(config)
     limits = []
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -297,12 +291,10 @@ def load_weights(
     stock_attention: bool = False,
     layers: bool = True,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
-
-    The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
-    adapter of ``config``, if any, is merged. With ``layers`` false, decoder layers are neither built nor read, if
-    ``config.has_whole_tensors``. ``progress`` is called with a line of text before slow first-time work.
-    """
+    """Load the stock model that ``config`` names (or build a random one) on ``device``, and its tokenizer; merge its
+    adapter. The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers
+    chooses. With ``layers`` false, decoder layers are neither built nor read, if ``config.has_whole_tensors``.
+    ``progress`` is called before slow first-time work."""
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
@@ -330,11 +322,9 @@ def load_shards(
     shard: Callable[[Any], torch.device],
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole.
-
-    All processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
-    weights in place, and returns the device of their shards.
-    """
+    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole. All
+    processes must call this, with whole tensors. ``shard`` shards the layers of an empty decoder in place, and returns
+    their device."""
     folder = config.folder(progress)
     dtype = getattr(torch, automatic_dtype(device) if config.dtype == "auto" else config.dtype)
     try:
@@ -364,10 +354,7 @@ def load_shards(
 
 
 def save_merged(config: BaseConfig, folder: Path) -> None:
-    """Save the base, with its adapter (if any) merged, and its tokenizer in ``folder``, for serving engines.
-
-    ``config.dtype=auto`` is the default dtype of this device.
-    """
+    """Save the base, with its adapter merged, and its tokenizer in ``folder``, for serving engines."""
     dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
     model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), stock_attention=True)
     model.save_pretrained(folder)
@@ -377,7 +364,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Turn transformers' KeyError for a model type ``kind`` that cannot use drafthead's attention into a UserError."""
+    """Explain the KeyError for a model type that cannot use drafthead's attention."""
     try:
         yield
     except KeyError as error:
@@ -389,13 +376,12 @@ def own_attention_code(kind: str) -> Iterator[None]:
 
 
 def meta_model(config: BaseConfig, settings: PreTrainedConfig) -> Any:
-    """Return the stock model of ``settings`` on the meta device, if the checkpoint can be of its size."""
+    """Return the stock model on the meta device, if the checkpoint can be of its size."""
     with torch.device("meta"), size_limit(config.name, weight_files(config.folder(), config.revision)):
         return build(settings)
 
 
 def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
-    """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
     try:
         folder = config.folder()
         files = weight_files(folder, config.revision)
@@ -405,9 +391,7 @@ def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
 
 
 def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) -> Any:
-    """Build a language model without weights: parameters on the meta device, and computed buffers, as of rotary
-    embeddings. It has the generation settings of the checkpoint that ``config`` names.
-    """
+    """Build a language model without weights: parameters on the meta device, computed buffers, generation settings."""
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -421,7 +405,7 @@ def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) 
 
 
 def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:
-    """Reject a config of the base ``name`` that describes a far larger model than its weights in ``files``."""
+    """Reject a config that describes a far larger model than the weights in ``files``."""
     size = sum(path.stat().st_size for path in files)
     too_large = UserError(
         f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model; copy or "

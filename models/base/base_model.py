@@ -37,16 +37,11 @@ from drafthead.system.devices import device_of, synchronise
 
 @dataclass(frozen=True, kw_only=True)
 class PartialForward:
-    """Outputs of the target's first layers for a drafted tree, computed while drafting (early exit).
+    """Outputs of the target's first layers for a drafted tree, computed while drafting (early exit). Their keys and
+    values are in the target's cache: after the committed tokens, in the order of the nodes."""
 
-    The keys and values of these layers are in the target's cache already: after the committed tokens, in the order of
-    the nodes.
-    """
-
-    layers: int
-    """Number of computed layers."""
-    hidden: Tensor
-    """Output [B, N, D] of the last of them."""
+    layers: int  # number of computed layers
+    hidden: Tensor  # [B, N, D] output of the last of them
 
 
 NO_LAYERS = HiddenStatesSpec()
@@ -58,8 +53,7 @@ CHANGE_TEXT = (
     *("exponential_decay_length_penalty", *NEVER_APPLIED),
 )
 """Keys of a generation config that change transformers' output at temperature 0."""
-TRIAL_CONTEXT = 200
-"""Number of committed tokens in the cache when kernels are timed."""
+TRIAL_CONTEXT = 200  # committed tokens in the cache when kernels are timed
 
 
 def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
@@ -74,10 +68,7 @@ class BaseModel(BaseParts):
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
-
-        :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`fuse_for_cpu` replaces them.
-        """
+        :meth:`load` and :meth:`wrap` also compare it with stock transformers."""
         super().__init__(model, tokenizer, config)
         self.model, settings = model, model.config
         self.num_layers = len(model.model.layers)
@@ -89,14 +80,14 @@ class BaseModel(BaseParts):
                 module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
         self.stock_results: StockResults | None = None
-        """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
+        """Results of the stock modules, until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = fingerprint(model)
             self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
             self.stock_results = stock = StockResults.of(self)
             self.lm_head = self.scaled_head(stock.logits[:1], stock.final)
         self.lock = RLock()
-        """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
+        """Held during a decoding step, because threads share CUDA graphs and packed copies of weights."""
         self.dense_masks = check_key(self, DENSE) in PASSED
         """True if layers compute with masks, so that packed rows need tensors of size [T, T]."""
         self._wrapped_attention: str | None = None
@@ -112,12 +103,10 @@ class BaseModel(BaseParts):
         progress: Callable[[str], None] = lambda line: None,
         shard: Callable[[Any], torch.device] | None = None,
     ) -> "BaseModel":
-        """Load or build the base that ``config`` names on ``device``, by default this process's device.
-
-        Reject a base whose logits differ from stock transformers. ``progress`` is called with a line of text before
-        slow first-time work. With ``shard``, the layers are sharded before they are read (see :func:`load_shards`);
-        all processes must then call this, and run the base, at the same time.
-        """
+        """Load or build the base on ``device`` (None: this process's); reject it if its logits differ from stock
+        transformers. ``progress`` is called before slow first-time work. With ``shard``, the layers are sharded before
+        they are read (see :func:`load_shards`); all processes must then call this, and run the base, at the same
+        time."""
         if shard is None:
             model, tokenizer = load_weights(config, device_of(device), progress)
         else:
@@ -139,7 +128,7 @@ class BaseModel(BaseParts):
         return wrapped
 
     def stock(self) -> Any:
-        """Return a new copy of the model with stock modules and attention, as transformers loads it."""
+        """Return a new copy of the model as transformers loads it."""
         if self._wrapped_attention is not None:
             model = deepcopy(self.model)
             model.set_attn_implementation(self._wrapped_attention)
@@ -148,15 +137,15 @@ class BaseModel(BaseParts):
         return model.eval().requires_grad_(False)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the base's generation settings among ``keys`` that transformers applies but the caller does not."""
+        """Return the generation settings that transformers applies but the caller does not."""
         return changed_settings(self.generation_config, keys)
 
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
         """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.
 
         ``nodes`` is the largest number of pending tree nodes. If given, sliding-window layers store only the positions
-        that the window needs, and the cache cannot return to an earlier position. None: they store all positions. The
-        same holds for a cache of one row with CUDA graphs, because a graph reads and writes fixed addresses.
+        that the window needs, and the cache cannot return to an earlier position. With None, or one row and CUDA
+        graphs, they store all.
         """
         if not self.uses_graphs or rows > 1:
             shape = self.cache_shape
@@ -179,10 +168,8 @@ class BaseModel(BaseParts):
         counts: list[int] | None = None,
         spec: HiddenStatesSpec = NO_LAYERS,
     ) -> HiddenStates:
-        """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
-
-        ``counts``: number of tokens in each row, after which the row has padding; None: T.
-        """
+        """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them. ``counts`` are
+        the tokens in each row before its padding; None: T."""
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
             (final,) = cache.run(tokens_BT, TokenTree.chain(new - 1).shape)
@@ -226,7 +213,7 @@ class BaseModel(BaseParts):
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """Run token trees as :meth:`verify` does; also return the logits after every node, [B, N, V]."""
+        """Run :meth:`verify`; also return the logits after every node, [B, N, V]."""
         hidden, logits = self._verify(tokens_BN, shape, cache, spec, partial_forward, with_logits=True)
         return hidden, self.logits(hidden.final) if logits is None else logits
 
@@ -239,7 +226,7 @@ class BaseModel(BaseParts):
         partial_forward: PartialForward | None,
         with_logits: bool = False,
     ) -> tuple[HiddenStates, Tensor | None]:
-        """Compute :meth:`verify`; with ``with_logits``, also return the logits if a CUDA graph computes them."""
+        """Compute :meth:`verify`; ``with_logits`` also returns the logits if a CUDA graph computes them."""
         new = tokens_BN.shape[1]
         # A graph runs a whole tree through all layers, and returns no states of single layers.
         whole = new == len(shape) and not (spec.layers or partial_forward)
@@ -259,7 +246,7 @@ class BaseModel(BaseParts):
         synchronise(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the next-token logits [..., V] of hidden states [..., D]."""
+        """Map hidden states [..., D] to next-token logits [..., V]."""
         return self.lm_head.scale_and_cap(self.output_layer(hidden))
 
     @torch.no_grad()
@@ -276,7 +263,7 @@ class BaseModel(BaseParts):
         return _hidden_states(out.last_hidden_state, states, spec)
 
     def packed_masks(self, mask: PackedMask) -> Masks:
-        """Return the decoder's mask argument for packed rows, from the ``mask`` of full attention."""
+        """Return the decoder's mask argument for packed rows."""
         masks = mask if self.windows is None else self.windows.packed(mask)
         if not self.dense_masks:
             return masks
@@ -286,9 +273,7 @@ class BaseModel(BaseParts):
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.
-
-        ``positions`` are [B or 1, T]. ``depths`` are those of all pending tree nodes; None: the nodes are a chain.
-        """
+        ``positions`` are [B or 1, T]. ``depths`` are those of all pending tree nodes; None: the nodes are a chain."""
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.
         if cache.rows == 1 and cache.length + cache.pending <= self.windows.smallest:
@@ -321,14 +306,13 @@ class BaseModel(BaseParts):
         return _hidden_states(out.last_hidden_state, states, spec)
 
 
-COUNTING = BaseConfig(max_context=16, prepack=False)
-"""Settings of a base without weights that only serves to count parameters."""
+COUNTING = BaseConfig(max_context=16, prepack=False)  # for a base without weights, to count parameters
 
 
 def meta_base(
     settings: PreTrainedConfig, config: BaseConfig = COUNTING, dtype: torch.dtype = torch.float32
 ) -> BaseModel:
-    """Return a base without weights for the transformers config ``settings``; only the language model is built."""
+    """Return a base without weights; only the language model is built."""
     with torch.device("meta"):
         model: Any = build(settings)
     model.set_attn_implementation(attention.register())

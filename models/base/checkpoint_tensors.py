@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint under the names of a stock model's state dict, read one by one or by rows.
+"""Tensors of a checkpoint under the names of a stock model's state dict, read one by one or by rows when asked for.
 
-transformers' own rules rename the tensors, and convert those that the model stores in another way, such as experts that
-it stacks. Nothing is read before it is asked for.
+transformers' own rules rename the tensors, and convert those that the model stores in another way, such as stacked
+experts.
 """
 
 import os
@@ -31,7 +31,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def weight_files(folder: str, revision: str | None = None, gguf_file: str | None = None) -> list[Path]:
-    """Return the safetensors or GGUF files of ``folder`` or a Hub id, which are downloaded; reject other weights."""
+    """Return the safetensors or GGUF files of ``folder`` or a downloaded Hub id; reject other weights."""
     try:
         files = [cached_file(folder, gguf_file or SAFE_WEIGHTS_NAME, revision=revision)]
     except OSError:
@@ -49,24 +49,19 @@ def weight_files(folder: str, revision: str | None = None, gguf_file: str | None
 class _Sources:
     """The stored tensors that make up one or several tensors of a model."""
 
-    converter: WeightConverter | None = None
-    """Rule that computes the model's tensors from the stored ones; None: one stored tensor is the model's."""
-    stored: list[tuple[str, str]] = field(default_factory=list)
-    """Name in the checkpoint, and the pattern of the rule that it matches, of each tensor."""
+    converter: WeightConverter | None = None  # rule that computes the model's tensors; None: as stored
+    stored: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, rule's pattern)
 
 
 class CheckpointTensors:
     """The tensors of a checkpoint's files by the names of a model's state dict."""
 
     def __init__(self, files: Iterable[Path], model: Any, key_mapping: dict[str, str] | None = None) -> None:
-        """Find the tensors of ``model`` in safetensors ``files``. Only their headers are read.
-
-        ``model`` is the stock model, usually on the meta device. ``key_mapping`` has the renamings that
-        ``from_pretrained`` would get for this checkpoint (see ``inner_names`` in ``text_model.py``).
-        """
+        """Find the tensors of the stock ``model`` in safetensors ``files``, of which only headers are read.
+        ``key_mapping`` has the renamings that ``from_pretrained`` would get for this checkpoint (see ``inner_names`` in
+        ``text_model.py``)."""
         self._model, self._state = model, model.state_dict(keep_vars=True)
-        self._files: dict[str, Path] = {}
-        """Name in the checkpoint -> file."""
+        self._files: dict[str, Path] = {}  # name in the checkpoint -> file
         self._open: dict[Path, Any] = {}
         for path in files:
             file: Any = safe_open(path, "pt")
@@ -94,11 +89,8 @@ class CheckpointTensors:
             self._sources |= {name.replace(first, other): sources for other in others}
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return ``rows`` of the tensor ``name`` of the model, in the stored dtype, on the CPU.
-
-        Only these rows are read, unless the tensor is converted. A tied tensor is read under its other name. Tensors
-        that are missing, quantised, of another shape or not convertible are refused.
-        """
+        """Return ``rows`` of the tensor ``name`` of the model, in the stored dtype, on the CPU. Only these rows are
+        read, unless the tensor is converted. Missing, quantised, misshapen and inconvertible tensors are refused."""
         sources, expected = self._sources.get(name), self._state[name]
         if sources is None:
             tied = (other for other, tensor in self._state.items() if tensor is expected and other in self._sources)
@@ -117,7 +109,7 @@ class CheckpointTensors:
         return tensor
 
     def _converted(self, name: str, sources: _Sources) -> Tensor:
-        """Read all tensors of ``sources`` and convert them as transformers does; return the tensor ``name``."""
+        """Convert the tensors of ``sources`` as transformers does; return the tensor ``name``."""
         converter = deepcopy(sources.converter)
         assert converter is not None
         for stored, pattern in sources.stored:
@@ -138,7 +130,7 @@ class CheckpointTensors:
         return self._open[path].get_slice(stored)
 
     def close(self) -> None:
-        """Close the files until the next read. Pages that were read count as this process's memory until then."""
+        """Close the files until the next read, because pages that were read count as this process's memory."""
         self._open.clear()
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-ADAPTER_DIGEST = "drafthead_adapter"
-"""Key of a model's config for the digest of the merged adapter."""
+ADAPTER_DIGEST = "drafthead_adapter"  # key of a model's config for the digest of the merged adapter
 
 
 def _first_rows(layer: Any, count: int) -> Tensor:
-    """Return the first rows of a linear layer's weight, to which active LoRA adapters are added as peft merges them."""
+    """Return the first rows of a linear layer's weight, with active LoRA adapters added as peft merges them."""
     rows: Tensor = layer.weight[:count].detach()
     if hasattr(layer, "get_delta_weight") and not layer.merged and not layer.disable_adapters:
         for name in layer.active_adapters:
@@ -74,5 +73,4 @@ def _bytes(weight: Tensor) -> bytes:
 
 
 def short_hash(*parts: bytes) -> str:
-    """Return the first 16 hex digits of the SHA-256 of ``parts``."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

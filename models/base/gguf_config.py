@@ -1,7 +1,7 @@
 """The config of a base in a GGUF file. Keys that transformers ignores are added, or the file is refused.
 
-llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and unusual sizes as separate keys.
-transformers uses defaults instead, so the base would load but compute something else than in llama.cpp.
+llama.cpp writes scaled rotary embeddings and unusual sizes as tensors or keys for which transformers uses defaults, so
+the base would load but compute something else than in llama.cpp.
 """
 
 import math
@@ -29,8 +29,7 @@ WIDE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 """Model type -> number of layers of its 27B checkpoint, which scales queries differently (a rule of llama.cpp)."""
 MAX_PARTS = 10_000_000
 """Largest number of values in the header of a GGUF file. A vocabulary of 250,000 tokens has about 2 million."""
-FACTORS = "rope_freqs.weight"
-"""Name of the tensor that the rotary frequencies are divided by."""
+FACTORS = "rope_freqs.weight"  # tensor that the rotary frequencies are divided by
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ELSEWHERE = "use the checkpoint that it was converted from: set base.name, without base.gguf_file"
 
@@ -82,7 +81,7 @@ def checked_reader(path: Path) -> Any:
 
 
 def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return new values for fields of ``config``, from the ``keys`` of the file without prefix (``llama.``)."""
+    """Return changes of ``config``, from the ``keys`` of the file without prefix (``llama.``)."""
     changes: dict[str, Any] = {}
     for key, field in SAME.items():
         now = getattr(config, field, None)
@@ -103,11 +102,9 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> di
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
-    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling.
-
-    ``size`` is E, the rotated width of a head. Short wavelengths keep their frequency (divisor 1), long ones have the
-    divisor ``factor``, with a smooth transition between.
-    """
+    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling, where E = ``size`` is the
+    rotated width of a head. Short wavelengths have the divisor 1, long ones ``factor``, with a smooth transition
+    between."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     old, factor = scaling["original_max_position_embeddings"], scaling["factor"]

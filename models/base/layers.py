@@ -1,7 +1,4 @@
-"""Views of a base with other decoder layers: its first layers, copies in another dtype, or layers of a head.
-
-Views share all other modules and weights with the base.
-"""
+"""Views of a base with other decoder layers, which share all other modules and weights with the base."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -22,15 +19,9 @@ def with_layers(
     dtype: torch.dtype | None = None,
     sources: Sequence[int] | None = None,
 ) -> BaseModel:
-    """Return a view of ``base`` with other decoder layers (``layer_idx`` from 0) between embedding and output head.
-
-    Args:
-        base: the base.
-        layers: the new decoder layers.
-        norm: the final norm; None: the base's.
-        dtype: dtype of ``layers``, to which embeddings are cast; None: the base's.
-        sources: for each of ``layers``, the index of the base's layer with equal config; None: 0, 1, 2, ...
-    """
+    """Return a view of ``base`` with other decoder ``layers`` (``layer_idx`` from 0). ``norm`` replaces the final norm.
+    ``dtype`` is that of ``layers``, to which embeddings are cast; None: the base's. ``sources``: for each of
+    ``layers``, the index of the base's layer with equal config; None: 0, 1, 2, ..."""
     sources = range(len(layers)) if sources is None else sources
     view, decoder = copy(base), decoder_over(base.model, base.cache_shape, layers, norm, sources)
     view.model = shallow_copy(base.model)
@@ -49,7 +40,7 @@ def with_layers(
 
 
 def first_layers(base: BaseModel, count: int) -> BaseModel:
-    """Return a view of the first ``count`` layers of ``base``, without a norm after the last one."""
+    """Return a view of the first ``count`` layers, without a norm after the last one."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
 
 
@@ -67,8 +58,6 @@ def drop_views(base: BaseModel) -> None:
 
 
 class _CastEmbedding(nn.Module):
-    """The base's embedding, cast to the dtype of other layers."""
-
     def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._embedding, self._dtype = embedding, dtype

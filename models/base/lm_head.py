@@ -11,17 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap).
+    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap). Without
+    ``softcap``, logits = scale * h @ weight.T."""
 
-    Without ``softcap``, logits = scale * h @ weight.T.
-    """
-
-    weight: Tensor
-    """[V, D]. The base's own weight is frozen."""
+    weight: Tensor  # [V, D]; the base's own weight is frozen
     scale: float = 1.0
     softcap: float | None = None
-    low_rank: Tensor | None = None
-    """[V, r], trained, or None. The last r columns of the input multiply it, and the others multiply ``weight``."""
+    low_rank: Tensor | None = None  # [V, r], trained; multiplies the last r columns of the input
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
@@ -32,7 +28,7 @@ class LMHead:
 
     @property
     def trained_columns(self) -> tuple[slice, ...]:
-        """The columns of the input that multiply each weight of ``trained``."""
+        """Columns of the input that multiply each weight of ``trained``."""
         if self.low_rank is None:
             return (slice(None),)
         width = self.weight.shape[1]
@@ -45,7 +41,7 @@ class LMHead:
         return replace(self, weight=self.weight.to(dtype))
 
     def rows(self, ids: Tensor) -> "LMHead":
-        """Return a copy with only the rows of the draft vocabulary ``ids`` ([W] int64), and without ``low_rank``."""
+        """Return a copy with only the rows of the draft vocabulary ``ids`` ([W] int64), without ``low_rank``."""
         return LMHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -53,7 +49,7 @@ class LMHead:
         return self.scale_and_cap(self.product(hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return the logits before scaling and soft-capping; the input is that of ``logits``."""
+        """Return the logits before scale and soft-cap."""
         if self.low_rank is None:
             return hidden @ self.weight.t()
         width = self.weight.shape[1]
@@ -68,7 +64,6 @@ class LMHead:
         return torch.cat([frozen.to(gradient.dtype), gradient @ self.low_rank], -1)
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
-        """Apply scale and soft cap to a product ``h @ weight.T``, and return the logits."""
         if self.scale != 1.0:
             product = product * self.scale
         if self.softcap is not None:

@@ -1,8 +1,7 @@
 """A trainable copy of a frozen base: LoRA adapters (Hu et al., 2106.09685) through peft, on stock modules.
 
 A base may have fused and prepacked layers, through which no gradient passes. The copy has stock layers, which share the
-base's weights; only packed weights are copied, because they must be unpacked. The base itself does not change. With
-untrained adapters, the copy computes what the base computes.
+base's weights, except for packed ones. Untrained adapters change no result.
 
 Shape legend: B batch, T time, D width, V vocabulary.
 """
@@ -28,19 +27,15 @@ from drafthead.models.kernels.fused import fresh_copy
 from drafthead.models.kernels.packed import PackedMask
 
 LM_HEAD = "lm_head"
-NAME = "default"
-"""Name under which peft keeps the adapter."""
+NAME = "default"  # of the adapter in peft
 
 
 class LoraBase:
     """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
     def __init__(self, base: BaseModel, targets: Sequence[str], checkpointing: bool = False, **settings: Any) -> None:
-        """Make a trainable copy of ``base`` whose linear layers ``targets`` get untrained adapters.
-
-        ``checkpointing`` recomputes every layer's activations in the backward pass; ``settings`` are fields of peft's
-        ``LoraConfig``.
-        """
+        """Make a trainable copy of ``base`` whose linear layers ``targets`` get untrained adapters. ``checkpointing``
+        recomputes activations in the backward pass; ``settings`` are fields of peft's ``LoraConfig``."""
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base

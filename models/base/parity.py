@@ -28,14 +28,11 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape
 
-WINDOW = 8
-"""Largest size of a sliding window during the check, in positions."""
-PREFIX, LENGTH = 12, 16
-"""Number of tokens before the tree, and of a whole sequence."""
+WINDOW = 8  # largest size of a sliding window during the check, in positions
+PREFIX, LENGTH = 12, 16  # tokens before the tree, and of a whole sequence
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
 """Tree of two paths with three nodes each: root 0, its children 1 and 2, their children 3 and 4."""
-TOLERANCE = {torch.float32: 1e-3}
-"""Largest accepted relative error. Wrong masks give 0.1 to 1."""
+TOLERANCE = {torch.float32: 1e-3}  # largest accepted relative error; wrong masks give 0.1 to 1
 HALF_TOLERANCE = 0.25
 """Largest accepted relative error in 16-bit dtypes. With random weights, rounding makes passes over different numbers
 of tokens differ by about 0.1."""
@@ -77,16 +74,13 @@ class StockResults:
 
     tokens: Tensor
     """[R, T] int64: two sequences with the same first ``PREFIX + 1`` tokens, and a different one."""
-    logits: Tensor
-    """[R, T, V]."""
-    final: Tensor
-    """[1, T, D] hidden states of the first sequence."""
-    known: bool
-    """True if a base with this config has passed the check; then only the start of one sequence is computed."""
+    logits: Tensor  # [R, T, V]
+    final: Tensor  # [1, T, D] hidden states of the first sequence
+    known: bool  # a base with this config has passed; then only the start of one sequence is computed
 
     @classmethod
     def of(cls, base: Base) -> "StockResults":
-        """Run random sequences through a base whose modules are still stock ones, with transformers' attention."""
+        """Run random sequences through a base with stock modules and transformers' attention."""
         model, config = base.model, base.model.config
         tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
         tokens[1, : PREFIX + 1] = tokens[0, : PREFIX + 1]
@@ -103,7 +97,7 @@ class StockResults:
 
 @contextmanager
 def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Turn errors in the ``with`` block into a ``UserError`` with the model type and ``what``, except out of memory."""
+    """Turn errors in the block into a ``UserError`` with the model type and ``what``, except out of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, UserError):
@@ -114,10 +108,8 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 
 def stock_pass(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Run ``tokens`` [R, T] through a stock model with transformers' attention, also if it has no layers.
-
-    Return the logits [R, T, V] and the final hidden states [1, T, D] of the first row.
-    """
+    """Run ``tokens`` [R, T] through a stock model with transformers' attention; return the logits [R, T, V] and the
+    final hidden states [1, T, D] of the first row."""
     states: list[Tensor] = []
     hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
     try:
@@ -131,7 +123,7 @@ def stock_pass(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
-    """Run one token, and return the shape of each layer's cache; None: a layer without one."""
+    """Return the shape of each layer's cache, by running one token; None: a layer without one."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
         base.model.model(input_ids=one, position_ids=one - 3, use_cache=True, **{CACHE: cache})
@@ -142,10 +134,8 @@ def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
 
 
 def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the factor, 1 or from ``config``, by which ``head`` gives the stock ``logits`` of the layer's ``product``.
-
-    Refuse a base without such a factor. ``dtype`` is that of the rounding errors.
-    """
+    """Return the factor, 1 or from ``config``, by which ``head`` gives the stock ``logits`` of the layer's ``product``;
+    refuse a base without such a factor."""
     scales = [1.0]
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if isinstance(value := getattr(config, key, None), int | float) and value:
@@ -164,10 +154,8 @@ def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits:
 
 
 def check_against_stock(base: Base) -> None:
-    """Reject a base whose logits differ from the stock model's, and free the stock results.
-
-    A config that this process has accepted before is not compared again.
-    """
+    """Reject a base whose logits differ from the stock model's, unless its config has passed before; free the stock
+    results."""
     results, base.stock_results = base.stock_results, None
     if results is None or results.known:
         return
@@ -250,7 +238,7 @@ def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
 
 
 def _packed(base: Base, *documents: Tensor) -> Any:
-    """Pack ``documents`` into one row, and return its logits [1, T, V] without padding."""
+    """Pack ``documents`` into one row, and return its logits [1, T, V]."""
     row = TrainBatch.of([document.tolist() for document in documents], padding=1)
     hidden = base.hidden_states(row, HiddenStatesSpec()).final
     with torch.inference_mode():
@@ -273,7 +261,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def check_key(base: Base, what: str) -> tuple[str, ...]:
-    """Return a key for the check ``what``, equal for all bases whose config gives this check the same result."""
+    """Return a key for the check ``what``, equal for all bases with the same result."""
     config, settings = base.config, base.model.config
     build = str(base.dtype), base.device.type, str(config.prepack), str(base.max_context)
     return (what, type(base.model).__name__, settings.to_json_string(use_diff=False), *build)

@@ -39,10 +39,7 @@ class BaseParts:
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze a stock ``model`` in place and take its parts; only its config needs to have layers.
-
-        Architectures that cannot verify token trees are refused.
-        """
+        """Freeze a stock ``model`` in place and take its parts; refuse architectures that cannot verify token trees."""
         settings = model.config
         check_architecture(settings, config.max_context)
         llama_like(model).eval().requires_grad_(False)
@@ -61,10 +58,8 @@ class BaseParts:
             self.max_context = min(self.max_context, limit.positions)
         self.input_embeddings: nn.Embedding = model.get_input_embeddings()
         self.final_norm: nn.Module = model.model.norm
-        self.rotary: Any = getattr(model.model, "rotary_emb", None)
-        """Module of the rotary embedding; None in families without it."""
-        self.output_layer = model.get_output_embeddings()
-        """Module of the output head, without scale and soft cap."""
+        self.rotary: Any = getattr(model.model, "rotary_emb", None)  # None in families without a rotary embedding
+        self.output_layer = model.get_output_embeddings()  # module of the output head, without scale and soft-cap
         if self.output_layer is None or self.output_layer.bias is not None:
             raise UserError(
                 f"{settings.model_type} has no output head without bias, which draft heads need; {other_base()}"
@@ -72,17 +67,15 @@ class BaseParts:
         weight = self.output_layer.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rounding_dtype = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
-        """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
+        """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights."""
         sizes = attention_sizes(settings)
         layers = (KeyValueShape(sizes, sizes),) * self.num_layers
         self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)
-        self.kernels: KernelTable | None = None
-        """Fastest kernel for each number of input rows; None if kernels were not compared."""
-        self.prepacked = 0
-        """Number of linear layers that are packed for few rows."""
+        self.kernels: KernelTable | None = None  # fastest kernel for each number of input rows; None if not compared
+        self.prepacked = 0  # number of linear layers that are packed for few rows
 
     @classmethod
     def of_checkpoint(
@@ -91,10 +84,8 @@ class BaseParts:
         device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> "BaseParts":
-        """Read the parts of the checkpoint that ``config`` names, and the rows of its layers that identify it.
-
-        GGUF files, adapters and random bases are loaded whole; only then are the layers dropped.
-        """
+        """Read the parts of the checkpoint, and the rows of its layers that identify it. GGUF files, adapters and
+        random bases are loaded whole, before the layers are dropped."""
         model, tokenizer = load_weights(config, device_of(device), progress, layers=False)
         return _measured(model, tokenizer, config)
 
@@ -136,7 +127,6 @@ class BaseParts:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return the description of the base that corpora and heads store."""
         return {
             "name": self.name,
             "revision": self.config.revision,
@@ -163,9 +153,7 @@ class BaseParts:
     @property
     def unused_token(self) -> int:
         """Id that never occurs in text: an embedding without a token, else a special token that chats do not use.
-
-        Without either, the last id, which may occur; without a tokenizer, 0.
-        """
+        Without either, the last id; without a tokenizer, 0."""
         tokenizer = self.tokenizer
         if tokenizer is None or len(tokenizer) < self.vocab_size:
             return 0 if tokenizer is None else len(tokenizer)
@@ -174,15 +162,13 @@ class BaseParts:
         return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
 
     def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the token ids of ``messages`` and of the start of the answer, by the chat template.
-
-        ``variables`` of the template override those of ``config.chat_template_kwargs``.
-        """
+        """Return the token ids of ``messages`` and of the start of the answer, by the chat template with
+        ``variables``."""
         return prompt_ids(self.tokenizer, messages, {**self.config.chat_template_kwargs, **(variables or {})})
 
 
 def _measured(model: Any, tokenizer: Any, config: BaseConfig) -> BaseParts:
-    """Return the parts of a stock model, usually without layers, with fingerprint and logit scale."""
+    """Return the parts of a stock model with fingerprint and logit scale."""
     parts = BaseParts(model, tokenizer, config)
     whole = model
     if config.has_whole_tensors:

@@ -41,10 +41,8 @@ def llama_like(model: Any) -> Any:
 
 
 def set_part(owner: Any, name: str, module: nn.Module) -> None:
-    """Set the module that Llama calls ``name``, under Llama's name and the family's.
-
-    If they differ, Llama's name goes into ``__dict__``: a module with two names would appear twice in ``parameters()``.
-    """
+    """Set the module that Llama calls ``name``, under Llama's name and the family's. If they differ, Llama's name goes
+    into ``__dict__``: a module with two names would appear twice in ``parameters()``."""
     family_name = OWN_NAMES.get(owner.config.model_type, {}).get(name)
     if family_name is None:
         setattr(owner, name, module)
@@ -54,7 +52,7 @@ def set_part(owner: Any, name: str, module: nn.Module) -> None:
 
 
 def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of key/value heads and the head width; if layers differ, the smallest of each."""
+    """Return the number of key/value heads and the head width; the smallest if layers differ."""
     heads: int = config.num_attention_heads
     if hasattr(config, "multi_query"):  # GPT-BigCode ignores all other keys
         return (1 if config.multi_query else heads), config.hidden_size // heads
@@ -81,10 +79,8 @@ def without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs.
-
-    Passes of other threads are ignored.
-    """
+    """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) in this thread's
+    passes."""
     states: dict[int, Tensor] = {}
     thread = get_ident()
 
@@ -108,10 +104,8 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
 
 
 def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
-    """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``.
-
-    The layers keep their ``layer_idx``, so they write into the model's own cache.
-    """
+    """Return the decoder without its first ``skipped`` layers, whose output it reads as ``inputs_embeds``. The layers
+    keep their ``layer_idx``, so they write into the model's own cache."""
     layers = list(model.model.layers)
     decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
     # The input has passed the embedding already, so what the decoder adds to an embedding is switched off.
@@ -125,11 +119,9 @@ def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
 def decoder_over(
     model: Any, cache_shape: CacheShape, layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]
 ) -> Any:
-    """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
-
-    ``norm`` replaces the final norm. ``layers[i]`` has the config of the model's layer ``sources[i]`` (from 0).
-    ``cache_shape`` is that of the whole model. Families whose layers cannot run alone are refused.
-    """
+    """Return a shallow copy of the model's decoder with these ``layers``; ``norm`` replaces the final norm.
+    ``layers[i]`` has the config of the model's layer ``sources[i]`` (from 0). Families whose layers cannot run alone
+    are refused."""
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
     for key, what in inputs.items():
@@ -160,7 +152,7 @@ class _NoPositions(nn.Module):
 
 
 def shallow_copy(module: Any) -> Any:
-    """Return a module that shares children and weights with ``module``; hooks added later to one are not shared."""
+    """Return a module that shares children and weights with ``module``, but not hooks added later."""
     view = copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}

@@ -1,6 +1,4 @@
-"""The transformers class of a checkpoint's language model.
-
-Of a composite (vision-language) checkpoint, only the language model is built and loaded.
+"""The transformers class of a checkpoint's language model, also inside a composite (vision-language) checkpoint.
 
 Shape legend: B rows, T tokens, V vocabulary.
 """
@@ -30,8 +28,7 @@ LOAD_ERRORS = (
 EXTRA_PARAMETERS = 10_000_000
 """Parameters that a config may always describe in addition to a multiple of those in its file, for small files and for
 tensors that a new head copies from the base. The bound rejects a config that would exhaust memory."""
-SMALLEST_TENSOR = 10_000
-"""Number of parameters that a smaller tensor counts as in ``parameter_limit``, for the memory of its module."""
+SMALLEST_TENSOR = 10_000  # parameters that a smaller tensor counts as, for the memory of its module
 LISTED, LONGEST = ("_layers", "n_layer", "_labels", "block_count", "attention_types"), 10_000
 """Ends of the names of settings for which transformers makes lists, and the longest list that is allowed."""
 INNER_NAMES = {
@@ -44,9 +41,7 @@ INNER_NAMES = {
 
 class TextModel:
     """A decoder with an output head, for language models that transformers offers only inside composite models.
-
-    ``text_class`` combines it with the family's base class, which initialises its weights.
-    """
+    ``text_class`` adds the family's base class, which initialises weights."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -65,7 +60,7 @@ class TextModel:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the language model's config: ``config`` itself, or a part of the config of a composite checkpoint."""
+    """Return the language model's config: ``config``, or a part of it in a composite checkpoint."""
     inner = cast(PreTrainedConfig, config.get_text_config(decoder=True))
     for key in ("vocab_size", "hidden_size", "tie_word_embeddings"):  # some checkpoints state them only at the top
         if not getattr(inner, key, None) and getattr(config, key, None):
@@ -91,7 +86,7 @@ def text_class(config: PreTrainedConfig) -> Any:
 
 
 def inner_names(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Return how to rename the weights of a composite checkpoint for its language model; None for other checkpoints."""
+    """Return the renaming of a composite checkpoint's weights for its language model; None for other checkpoints."""
     if (inner := text_config(config)) is config:
         return None
     # Rules for stacking the weights of experts are looked up by model type.
@@ -102,12 +97,12 @@ def inner_names(config: PreTrainedConfig) -> dict[str, str] | None:
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:
-    """Build a language model with random weights (none on the meta device); ``options`` are transformers' arguments."""
+    """Build a language model with random weights (none on the meta device)."""
     return text_class(config)._from_config(text_config(config), **options)
 
 
 def check_lengths(value: Any, source: str, key: str = "") -> None:
-    """Reject settings of a model, read from ``source``, for which transformers would make very long lists."""
+    """Reject settings of a model for which transformers would make very long lists."""
     for name, item in value.items() if isinstance(value, dict) else ():
         check_lengths(item, source, str(name))
     for item in value if isinstance(value, list) else ():
@@ -118,10 +113,8 @@ def check_lengths(value: Any, source: str, key: str = "") -> None:
 
 @contextmanager
 def parameter_limit(most: int, error: UserError) -> Iterator[None]:
-    """Raise ``error`` as soon as the modules that the block builds on the meta device exceed ``most`` parameters.
-
-    So a config with a million layers, too, is rejected before it takes memory.
-    """
+    """Raise ``error`` as soon as the block has built more than ``most`` parameters on the meta device, so that a config
+    with a million layers is rejected before it takes memory."""
     total, thread = 0, threading.get_ident()
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:

@@ -1,8 +1,7 @@
 """Masks for sliding-window and chunked attention, from the distance between positions.
 
-Layers with a window get a separate mask. The position of a tree node is its depth after the prefix, not its index in
-the cache: two siblings are at the same distance from every key. A trimmed cache holds fewer keys for these layers, but
-all committed keys that the window may reach.
+The position of a tree node is its depth after the prefix, not its index in the cache: two siblings are at the same
+distance from every key. A trimmed cache holds fewer keys for layers with a window, but all that the window may reach.
 
 Shape legend: R rows or 1, T queries, K keys.
 """
@@ -28,19 +27,15 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a query sees: the last ``size`` up to its own.
-
-    ``chunked``: those up to its own in its chunk. Chunks are blocks of ``size`` positions, the first from 0.
-    """
+    """The positions that a query sees: the last ``size`` up to its own, or if ``chunked`` those up to its own in its
+    chunk. Chunks are blocks of ``size`` positions, the first from 0."""
 
     size: int
     chunked: bool
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
-
-        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
-        """
+        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7."""
         # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:
             return (queries // self.size)[:, :, None] == (keys // self.size)[:, None]
@@ -52,11 +47,9 @@ class Windows:
     """The attention windows of a base's layers. A base without windows has None instead."""
 
     by_kind: dict[str, Window | None]
-    """Layer type -> window. None: full attention, or a window that covers the longest context."""
-    single: bool
-    """True if the config has no ``layer_types``: all layers are alike, and the decoder expects one mask."""
-    by_layer: tuple[int, ...]
-    """Number of positions that each layer sees; 0 means all."""
+    """Layer type -> window; None: full attention, or a window that covers the longest context."""
+    single: bool  # all layers are alike (no ``layer_types``), and the decoder expects one mask
+    by_layer: tuple[int, ...]  # number of positions that each layer sees; 0 means all
 
     @property
     def smallest(self) -> int:
@@ -72,10 +65,8 @@ class Windows:
         held: tuple[Tensor | None, Tensor] | None = None,
     ) -> Masks:
         """Return a mask per layer type (one if ``single``) from ``mask`` [R, 1, T, K] of full attention (None: causal).
-
         ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is that of new masks if ``mask`` is None.
-        ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them.
-        """
+        ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them."""
         masks: dict[str, Any] = {}
         window_mask, window_keys = held or (mask, keys)
         for kind, window in self.by_kind.items():
@@ -90,13 +81,13 @@ class Windows:
         return next(iter(masks.values())) if self.single else masks
 
     def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
-        """Return a mask per layer type (one if ``single``) from the mask of full attention for packed rows."""
+        """Return the ``masks`` for packed rows."""
         kinds = self.by_kind.items()
         masks = {kind: mask if window is None else mask.within(window.size, window.chunked) for kind, window in kinds}
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
-        """Return the decoder's mask argument with one mask for all layer types, for contexts up to ``smallest``."""
+        """Return one mask for all layer types, for contexts up to ``smallest``."""
         return mask if self.single else dict.fromkeys(self.by_kind, mask)
 
 

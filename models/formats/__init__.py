@@ -1,7 +1,5 @@
-"""Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes.
-
-Formats are discovered: every class in a module of this package that derives from ``Format`` and sets ``name`` is one.
-"""
+"""Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes. Every class in a module of
+this package that derives from ``Format`` and sets ``name`` is one."""
 
 import pkgutil
 import re
@@ -28,7 +26,7 @@ OTHER_KINDS = {
 
 @cache
 def all_formats() -> dict[str, Format]:
-    """Return all formats by name. The first call imports their modules, so that importing the package stays cheap."""
+    """Return all formats by name; the first call imports their modules."""
     modules = [import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}.")]
     return {
         entry.name: entry()
@@ -47,7 +45,7 @@ def format_named(name: str) -> Format:
 
 
 def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
-    """Return the format called ``name``; reject it if it cannot hold heads of this type, and name formats that can."""
+    """Return the format called ``name``; reject it if it cannot hold heads of this type."""
     chosen = format_named(name)
     if not issubclass(head_config, chosen.head_config):
         fitting = " or ".join(f"to={f.name}" for f in all_formats().values() if issubclass(head_config, f.head_config))
@@ -57,7 +55,6 @@ def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
 
 
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """Return the format of a ``config.json`` in the folder ``source``."""
     with unsupported_values(source):
         for candidate in all_formats().values():
             if candidate.matches(config):

@@ -22,7 +22,7 @@ MAX_INTEGER = 1 << 20  # heads, layers or ids in a config; some are counted up t
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """Config and tensors of a published head, as read from its folder or to be written."""
+    """Config and tensors of a published head."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -31,17 +31,15 @@ class PublishedCheckpoint:
 
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
-        """Read a published folder; its weights may be split into several files (``WEIGHTS_FILE.index.json``)."""
+        """Read a published folder; weights may be split into several files (``WEIGHTS_FILE.index.json``)."""
         config = read_config(folder)
         tensors = _read_tensors(folder, weights_file)
         check_tensors(tensors, folder)
         return cls(config=config, tensors=tensors, source=str(folder))
 
     def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
-        """Write ``config.json`` and the tensors, floating-point ones cast to ``dtype`` (None: unchanged).
-
-        Every tensor is copied: safetensors refuses tensors that share memory.
-        """
+        """Write ``config.json`` and copies of the tensors, floating-point ones cast to ``dtype`` (None: unchanged);
+        safetensors refuses tensors that share memory."""
         tensors = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
             for name, tensor in self.tensors.items()
@@ -53,7 +51,6 @@ class PublishedCheckpoint:
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """Return the positive integer under ``key`` of the config, up to ``MAX_INTEGER``."""
         value = self.config.get(key)
         if type(value) is not int or not 1 <= value <= MAX_INTEGER:
             expected = f"a positive whole number up to {MAX_INTEGER:,}; correct it with config.{key}=NUMBER"
@@ -61,10 +58,8 @@ class PublishedCheckpoint:
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the size under ``key``; reject it unless the tensor ``name`` has this number of rows.
-
-        The check prevents a wrong config from allocating a head of another size than its weights.
-        """
+        """Return the size under ``key``, if ``name`` has as many rows, so that a wrong config allocates no large
+        head."""
         size, tensor = self.integer(key), self.tensors.get(name)
         if tensor is None or len(tensor) != size:
             rows = f"it has no tensor {name}" if tensor is None else f"{name} has {len(tensor)} rows"
@@ -72,10 +67,8 @@ class PublishedCheckpoint:
         return size
 
     def offset_vocabulary(self) -> Tensor | None:
-        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids.
-
-        Reject a ``d2t`` that contradicts the sizes, or ``t2d`` ([V], nonzero at ids that can be drafted).
-        """
+        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids. Reject a
+        ``d2t`` that contradicts the sizes, or ``t2d`` ([V], nonzero at ids that can be drafted)."""
         size, total = self.integer("draft_vocab_size"), self.integer("vocab_size")
         if size < total or "d2t" in self.tensors:
             self.width("draft_vocab_size", "d2t")
@@ -94,11 +87,10 @@ class PublishedCheckpoint:
         return None
 
     def wrong_base(self, what: str) -> UserError:
-        """Return the error for a checkpoint that does not fit the base; ``what`` follows the checkpoint's name."""
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseParts, name: str, expected: Tensor) -> None:
-        """Reject a file with a tensor ``name`` that differs from the base's ``expected`` beyond bfloat16 rounding."""
+        """Reject a stored tensor that differs from the base's ``expected`` beyond bfloat16 rounding."""
         stored = self.tensors.get(name)
         if stored is not None and (
             stored.shape != expected.shape or not torch.allclose(stored.to(expected), expected, 2**-7, 1e-6)
@@ -106,7 +98,7 @@ class PublishedCheckpoint:
             raise self.wrong_base(f"has a {name} that is not {base.name}'s, but drafthead's heads use the base's")
 
     def require_scale(self, base: BaseParts) -> None:
-        """Reject a file with a ``logit_scale`` that differs from the base's; a file without one is accepted."""
+        """Reject a stored ``logit_scale`` that differs from the base's."""
         expected = base.lm_head.scale
         if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):
             raise self.wrong_base(f"scales its logits by {scale}, but {base.name} by {expected}")
@@ -116,7 +108,6 @@ class PublishedCheckpoint:
 
 
 def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
-    """Return the tensors in ``weights_file`` of a folder, or in the files that its index lists."""
     index = safe_join(folder, f"{weights_file}.index.json")
     if (folder / weights_file).is_file():
         files = [weights_file]
@@ -148,16 +139,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> str:
-    """Name the first files of a folder, for messages: ``it holds config.json, model.safetensors``."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
 
 
 def to_offsets(target_ids: Tensor) -> Tensor:
-    """Subtract the draft ids 0, 1, 2, ... from target ids [W] int64: target ids 0 2 5 have the offsets 0 1 3."""
+    """Subtract 0, 1, 2, ... from target ids [W] int64: target ids 0 2 5 have the offsets 0 1 3."""
     return target_ids - torch.arange(len(target_ids), device=target_ids.device)
 
 
 def from_offsets(offsets: Tensor) -> Tensor:
-    """Invert :func:`to_offsets`."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)

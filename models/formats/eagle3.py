@@ -103,7 +103,6 @@ class Eagle3Format(Format):
     vocabulary_advice = None
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """Return the output head, the offsets ``d2t``, and ``t2d`` ([V] bool: True if a target id can be drafted)."""
         output = head.output_head(0)
         return {
             OUTPUT: output.weight * output.scale,
@@ -145,7 +144,6 @@ class Eagle3Format(Format):
         return bool(kinds & set(ARCHITECTURES)) or authors
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in missing config keys, and note what is assumed."""
         checkpoint = super().normalize(checkpoint)
         config, notes = dict(checkpoint.config), []
         if "layers" not in config:  # our own key, for correcting an import
@@ -165,7 +163,7 @@ class Eagle3Format(Format):
         return checkpoint.updated(*notes, config=config)
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
-        """Build the head; a layer that rotates without scaling, and not as the base, keeps its own theta."""
+        """Build the head; a layer that rotates without scaling, and unlike the base, keeps its own theta."""
         theta, scaling = layer_rotation(checkpoint.config)
         expected = layer_config(base)
         if scaling is None and (theta, None) != (expected["rope_theta"], expected["rope_scaling"]):
@@ -196,10 +194,8 @@ class Eagle3Format(Format):
 
 
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
-    """Return the layers that a head reads, where 1 is the output of the first layer; None if the config has none.
-
-    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``.
-    """
+    """Return the layers that a head reads, where 1 is the output of the first layer, from the ids at the config's top
+    level and in ``eagle_config``; None without ids."""
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected whole numbers; set config.layers=[a,b,c]")

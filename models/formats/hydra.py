@@ -80,7 +80,7 @@ class HydraFormat(Format):
         return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        """Return the base's output weight and a zero bias for every head; a head's own weight or bias replaces it."""
+        """Return the base's output weight and a zero bias for every head; a head's own tensors replace them."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
         return {f"hydra_lm_head.{k}.{key}": value for k in range(head.depth) for key, value in layer.items()}
@@ -90,7 +90,7 @@ class HydraFormat(Format):
         return {**super().config(head), "hydra_head_arch": architecture}
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return config and tensors to publish; with a prefix layer, dropouts are numbered as modules too."""
+        """Return what to publish; with a prefix layer, dropouts are numbered as modules too."""
         checkpoint = super().checkpoint(head, dtype, base_name)
         if checkpoint.config["hydra_head_arch"] == "mlp":
             return checkpoint
@@ -100,7 +100,7 @@ class HydraFormat(Format):
         return "hydra_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Number modules without dropouts, drop the prefix layer's embedding, and add missing output biases (zeros)."""
+        """Number modules without dropouts, and add missing output biases (zeros)."""
         checkpoint = super().normalize(checkpoint)
         tensors = dict(checkpoint.tensors)
         if "hydra_mlp.0.1.res_connection.weight" in tensors:  # the file counts dropouts
@@ -124,12 +124,12 @@ class HydraFormat(Format):
 
 
 def _with_dropouts(name: str) -> str:
-    """Renumber a tensor's module as in a "prefix-mlp" head, where a dropout stands before each module."""
+    """Number modules as in a "prefix-mlp" head, where a dropout stands before each module."""
     name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
     return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{2 * int(found[2]) + 1}", name)
 
 
 def _without_dropouts(name: str) -> str:
-    """Undo ``_with_dropouts``: number a tensor's module as in a "mlp" head, without dropouts."""
+    """Undo ``_with_dropouts``."""
     name = re.sub(r"^(hydra_lm_head\.\d+)\.1\.", r"\1.", name)
     return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{int(found[2]) // 2}", name)

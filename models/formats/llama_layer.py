@@ -37,10 +37,8 @@ LAYER_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def layer_config(base: BaseParts, rope_theta: float | None = None) -> dict[str, Any]:
-    """Return the config of a Llama with one decoder layer like the base's; ``intermediate_size`` is missing.
-
-    ``rope_theta`` is the layer's own rotation, without scaling.
-    """
+    """Return the config of a Llama with one decoder layer like the base's, without ``intermediate_size``.
+    ``rope_theta`` is the layer's own rotation, without scaling."""
     settings = base.model_config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base)) if rope_theta is None else (rope_theta, None)
@@ -69,7 +67,6 @@ def layer_rotation(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None
 
 
 def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseParts, rope_theta: float | None = None) -> None:
-    """Reject a layer that differs from the base's in attention heads, rotary embedding or norm epsilon."""
     config, expected = checkpoint.config, layer_config(base, rope_theta)
     heads = checkpoint.integer("num_attention_heads")
     theta, scaling = layer_rotation(config)

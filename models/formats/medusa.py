@@ -73,7 +73,7 @@ class MedusaFormat(Format):
         return "medusa_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Remove the base's tensors from a model saved as a whole; correct the config's numbers of heads and blocks."""
+        """Remove the base's tensors from a whole model; correct the numbers of heads and blocks."""
         checkpoint = super().normalize(checkpoint)
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
@@ -174,7 +174,6 @@ class VllmMedusaFormat(MedusaFormat):
         return with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
-        """Return a copy of the base's output head, which all heads share, and the draft vocabulary's target ids."""
         shared = {} if head.config.own_lm_head else {"lm_heads.0.weight": head.target_lm_head.weight}
         return shared | ({"token_map": head.d2t} if len(head.d2t) != head.base.vocab_size else {})
 
@@ -231,10 +230,8 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one.
-
-    Heads of other types, heads with own output layers and heads with an induction head are rejected.
-    """
+    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one; reject
+    heads of other types, with own output layers or an induction head."""
     if len(head.d2t) == head.base.vocab_size:
         return head
     if not isinstance(head, MedusaHead) or head.config.own_lm_head:
@@ -250,7 +247,6 @@ def with_full_vocabulary(head: DraftHead) -> DraftHead:
 
 
 def can_widen(head: MedusaHead) -> bool:
-    """Return True if the head uses the base's output head, but only the rows of a draft vocabulary."""
     return not head.config.own_lm_head and len(head.d2t) != head.base.vocab_size
 
 

@@ -102,7 +102,7 @@ class MLPSpeculatorFormat(Format):
 
 
 def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Drop copies of tied tensors, which a file may have for every position; reject copies that differ."""
+    """Drop copies of tied tensors; reject copies that differ."""
     shared = {}
     for name, value in tensors.items():
         match = re.fullmatch(r"speculator\.(emb|head|ln|proj)\.(\d+)(\..+)", name)

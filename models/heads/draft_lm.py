@@ -1,9 +1,7 @@
-"""A small causal LM made of some of the base's layers, trained to draft for it (vanilla speculative decoding,
-2211.17192 and 2302.01318).
+"""A small causal LM made of some of the base's layers, trained to draft for it (2211.17192, 2302.01318).
 
 It reads tokens, not hidden states. The base's embedding and output head are frozen and shared. Copies of a few decoder
-layers and of the final norm are trained, as in DistilBERT and Distil-Whisper. Unlike a published draft model, it always
-has the base's tokenizer.
+layers and of the final norm are trained, as in DistilBERT and Distil-Whisper.
 
 Shape legend: B batch, T time, D width.
 """
@@ -83,7 +81,6 @@ class DraftLM(DraftHead):
         return DraftLMSession(self, rows)
 
     def inference_trunk(self) -> BaseModel:
-        """Return the draft LM to draft with: the trained one, or a fused and packed copy if the base is packed."""
         if not self.base.prepacked:
             return self._trunk
         layers = deepcopy(self.layers).requires_grad_(False)
@@ -129,13 +126,8 @@ class DraftLMSession(HeadSession):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Change the inner width of a gated MLP to ``width``, in place.
-
-    A smaller MLP keeps the channels with the largest weights. A larger one gets channels that output zero.
-
-    Raises:
-        UserError: the MLP is not gated like Llama's, or the gate or the up projection has a bias.
-    """
+    """Change the inner width of a gated MLP to ``width``, in place; reject MLPs unlike Llama's. A smaller MLP keeps the
+    channels with the largest weights; new channels of a larger one output zero."""
     linears: list[Any] = [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
     gate, up, down = linears
     if not all(isinstance(linear, nn.Linear) for linear in linears) or not gate.bias is up.bias is None:

@@ -107,7 +107,6 @@ class DSparkConfig(DraftHeadConfig):
 
     @property
     def slots(self) -> int:
-        """Number of slots P of a block."""
         return self.num_draft_tokens + (not self.anchor_predicts)
 
 
@@ -124,8 +123,7 @@ class DSparkHead(DraftHead):
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
-        self.first_slot = int(not config.anchor_predicts)
-        """Index of the slot that drafts the first token."""
+        self.first_slot = int(not config.anchor_predicts)  # index of the slot that drafts the first token
         width, count = base.hidden_size, config.num_layers
         layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
         self.spec = HiddenStatesSpec(layers=layers)
@@ -149,7 +147,6 @@ class DSparkHead(DraftHead):
 
     @torch.no_grad()
     def copy_base_layers(self) -> None:
-        """Start the layers as copies of the base's last layers."""
         base = self.base_model
         for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
             copy_layer(fresh_copy(base.model.model.layers[number], base.model_config, 0, number), layer)
@@ -164,17 +161,13 @@ class DSparkHead(DraftHead):
         return self.config.places if self.training else None
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Map the base's concatenated states to the context that layers attend to: [..., layers * D] -> [..., D]."""
+        """Map the base's concatenated states to the context: [..., layers * D] -> [..., D]."""
         context: Tensor = self.hidden_norm(self.fc(states.to(reads_in(self.fc))))
         return context
 
     def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the first layer's inputs at the P slots of blocks, [..., P, D].
-
-        Args:
-            first_tokens: [...] int64 last committed tokens ``x_{t+1}``, one per block: the inputs of slot 0.
-            hidden: [..., D] the base's final states ``h_t``, for ``reads_state``.
-        """
+        """Return the first layer's inputs at the P slots of blocks, [..., P, D]. ``first_tokens`` [...] int64 are the
+        inputs ``x_{t+1}`` of slot 0. ``reads_state`` adds the base's final states ``hidden`` [..., D]."""
         assert self.config.mask_token is not None
         tokens = torch.full((*first_tokens.shape, self.config.slots), self.config.mask_token, device=hidden.device)
         tokens[..., 0] = first_tokens
@@ -217,12 +210,9 @@ class DSparkHead(DraftHead):
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
-    """Return a function that computes the context's keys and values for all ``layers`` and writes them into the cache.
-
-    One matrix product computes them, because keys and values depend only on the context and not on lower layers. The
-    function returns the context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None keeps the trained
-    dtype.
-    """
+    """Return a function that writes keys and values of the context [B, T, D] for all ``layers`` into the cache. One
+    matrix product computes them, because they depend only on the context and not on lower layers. The function returns
+    the context unchanged. ``dtype`` is that of the packed weights (None: the trained dtype)."""
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
     norms = [FusedRMSNorm(a.k_norm) for a in attentions]
@@ -265,14 +255,9 @@ class DSparkSession(HeadSession):
 
 @torch.no_grad()
 def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
-    """Copy the weights of a base's decoder layer ``stock`` into ``layer``, in float32 and without biases.
-
-    If the base has no query and key norms, the norms of ``layer`` start with the average size of the base's queries and
-    keys as their scale.
-
-    Raises:
-        UserError: the base's layer is not like Llama's.
-    """
+    """Copy the weights of a base's decoder layer ``stock`` into ``layer``, in float32 and without biases. Reject layers
+    unlike Llama's. If the base has no query and key norms, those of ``layer`` start with the average size of the base's
+    queries and keys as their scale."""
     weights = {name: value for name, value in stock.state_dict().items() if not name.endswith("proj.bias")}
     for name in ("input_layernorm", "post_attention_layernorm"):
         if isinstance(getattr(stock, name, None), GemmaRMSNorm):
@@ -291,11 +276,9 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` numbers, from 1.
-
-    As in published heads, one layer is L // 2 + 1, and several are spread evenly from 2 to L - 2. In small bases they
-    are limited to the base's layers, and a layer may occur several times.
-    """
+    """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` numbers, from 1. As in
+    published heads, one layer is L // 2 + 1, and several are spread evenly from 2 to L - 2. In small bases, a layer may
+    occur several times."""
     if count == 1:
         return (layers // 2 + 1,)
     spread = (round(1 + n * (layers - 4) / (count - 1)) + 1 for n in range(count))

@@ -42,12 +42,9 @@ from drafthead.system.devices import on_device
 
 
 class EagleLayer(HeadDecoderLayer):
-    """Decoder layer that reads a token's embedding and a feature, and adds its output to the feature.
-
-    Its inputs [..., 2 D] are the embedding and the feature, concatenated; each is normalised. With
-    ``norm_before_residual``, the output is added to the normalised feature. The untrained layer adds zero. Weights have
-    the names of published checkpoints.
-    """
+    """Decoder layer whose inputs [..., 2 D] are a token's embedding and a feature, each of which is normalised. Its
+    output is added to the feature, or with ``norm_before_residual`` to the normalised feature. The untrained layer adds
+    zero. Weights have the names of published checkpoints."""
 
     def __init__(self, base: BaseParts, config: "Eagle3Config") -> None:
         width, theta = 2 * base.hidden_size, config.rope_theta
@@ -171,7 +168,7 @@ class Eagle3Head(DraftHead):
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _layer_states(self, base_hidden: HiddenStates) -> Tensor:
-        """Return the concatenated states of the base from which ``fuse`` computes the feature, [..., layers * D]."""
+        """Return the inputs of ``fuse``, [..., layers * D]."""
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -185,10 +182,8 @@ class Eagle3Head(DraftHead):
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D].
-
-        All are equal: the embedding of the mask token, and a learnt feature.
-        """
+        """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D]. All are equal: the
+        embedding of the mask token, and a learnt feature."""
         assert self.config.mask_token is not None
         token = torch.full((), self.config.mask_token, device=self.base.device)  # filled there, without a wait
         feature = self.fuse(self.mask_hidden[0, 0])
@@ -222,13 +217,11 @@ class Eagle3Head(DraftHead):
     # causal attention over the cache is enough (``EagleSession.block_inputs``).
 
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
-        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [A, K, D].
-
-        Position 0 is part of the context, whose inputs are ``pairs`` [B, T, 2 D], and is computed with it, by causal
-        attention. Position i > 0 stands i tokens after its anchor. Its input is that of ``masked``. It sees the
-        context up to its anchor and the positions 1 to i of the same anchor. Every layer therefore runs twice: over
-        the context, and over the K - 1 masked positions of all anchors.
-        """
+        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [A, K, D]. Position 0 is
+        part of the context, whose inputs are ``pairs`` [B, T, 2 D], and is computed with it, by causal attention.
+        Position i > 0 stands i tokens after its anchor and reads ``masked``. It sees the context up to its anchor, and
+        the positions 1 to i of the same anchor. Every layer therefore runs twice: over the context, and over the K - 1
+        masked positions of all anchors."""
         anchors = context.anchors
         masked = self.masked(steps - 1).expand(len(anchors), -1, -1).flatten(0, 1)[None]  # [1, A (K - 1), 2 D]
         pairs = pairs.flatten(0, 1)[None]
@@ -244,11 +237,9 @@ class Eagle3Head(DraftHead):
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
-    """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1.
-
-    In small bases they are limited to [0, L], where 0 is the embedding. Number n is transformers' ``hidden_states[n]``.
-    The reference code counts layers from 0 and stores the input of layer n, which is the same state.
-    """
+    """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1,
+    limited to [0, L]. Number n is transformers' ``hidden_states[n]``; 0 is the embedding. The reference code counts
+    from 0 and stores the input of layer n, which is the same state."""
     return min(2, count), count // 2, max(0, count - 3)
 
 
@@ -267,8 +258,8 @@ class EagleContext(LayerCache):
         shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
         super().__init__(layers, shape, rows)
         self.feature = weight.new_zeros(rows, head.base.hidden_size)
-        """[B, D] feature of the last token that the base has read; zeros in an empty row. The head reads it together
-        with the embedding of the next token, the tree's root."""
+        """[B, D] feature of the last token that the base has read; zeros in an empty row. The head reads it with the
+        embedding of the tree's root."""
         self._is_empty = [True] * rows
 
     def commit(
@@ -299,7 +290,7 @@ class EagleContext(LayerCache):
 
 
 class EagleSession(HeadSession):
-    """A session whose layers read each token's embedding together with the feature of the token before."""
+    """A session of an EAGLE-3 head."""
 
     inference_head: Eagle3Head
     context: EagleContext

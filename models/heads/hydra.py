@@ -63,9 +63,7 @@ class HydraConfig(DraftHeadConfig):
 
 class FirstBlock(nn.Module):
     """First block ``R x + c + SiLU(W x + b)`` of a head, where x concatenates ``inputs`` vectors of ``width`` numbers.
-
-    The untrained block returns the first of the vectors.
-    """
+    The untrained block returns the first vector."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
@@ -78,7 +76,6 @@ class FirstBlock(nn.Module):
             self.residual.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., inputs * D] to [..., D]."""
         return cast(Tensor, self.residual(x) + F.silu(self.linear(x)))
 
 
@@ -91,7 +88,6 @@ class HydraBlocks(nn.ModuleList):
         self._count, self._dropout = config.num_layers, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., inputs * D] to [..., D]."""
         for index in range(self._count):
             block = self[min(index, len(self) - 1)]
             x = block(F.dropout(x, self._dropout, self.training))
@@ -100,12 +96,8 @@ class HydraBlocks(nn.ModuleList):
 
 class PrefixLayer(HeadDecoderLayer):
     """A decoder layer with a final norm, over the base's hidden states; weights have the names of Llama checkpoints.
-
-    The untrained layer adds nothing, and its final norm has the scale of the base's states, which have already passed
-    the base's norm. The layer therefore starts as the identity up to a factor for each token. The factor is 1 if the
-    base's final norm has one scale for all channels. On SmolLM2 it is 0.90 to 1.33, which raises an untrained head's
-    loss by 0.064 nats.
-    """
+    The untrained layer is the identity up to a factor per token, because its norm has the mean scale of the base's
+    final norm. The factor is 0.90 to 1.33 on SmolLM2, which raises an untrained head's loss by 0.064 nats."""
 
     def __init__(self, base: BaseParts) -> None:
         super().__init__(base)
@@ -114,7 +106,6 @@ class PrefixLayer(HeadDecoderLayer):
             self.norm.weight.fill_(norm_scale(base).square().mean().sqrt())
 
     def forward(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
-        """Return the normed output of the decoder layer, [B, T, D], with the arguments of ``HeadAttention.forward``."""
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 

@@ -1,13 +1,12 @@
 """Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
 
-The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``. Its input x is the output of the
-base's layer ``exit_layer``, the exit states. The base's frozen output head maps its output to logits. Drafting stops
-after the first draft whose probability is below ``confidence_threshold``.
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over the output x of the base's
+layer ``exit_layer``. The base's frozen output head maps its output to logits. Drafting stops after the first draft
+whose probability is below ``confidence_threshold``.
 
-Drafting and verification share the first layers (early exit). Drafting runs them, which writes the nodes' keys and
-values into the target's cache. Verification continues from the exit states through the other layers only.
-
-Beyond the paper: trees, batches, sampling, a reduced draft vocabulary, and training on the base's own answers.
+Drafting runs the first layers, which writes the nodes' keys and values into the target's cache. Verification continues
+from the exit states through the other layers only (early exit). Beyond the paper: trees, batches, sampling, a draft
+vocabulary, and training on the base's own answers.
 
 Shape legend: B rows, T time, F nodes of a tree level, D width.
 """
@@ -35,17 +34,13 @@ from drafthead.system.devices import is_host
 
 
 class ExitStates(SessionPart):
-    """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache.
-
-    Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``. Committed positions are in
-    the cache, which belongs to the decoder.
-    """
+    """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache. Nodes
+    are numbered in the order in which the layers read them, as in ``Proposal.slots``."""
 
     def __init__(self, first: BaseModel, target: TreeCache) -> None:
         self._model, self._target = first, target
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Start a tree after the committed positions."""
         self._cache = self._target.first_layers(self._model.num_layers)
         self._hidden: list[Tensor] = []
         self._ancestors: Tensor | None = None
@@ -64,10 +59,8 @@ class ExitStates(SessionPart):
         pass
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
-
-        ``parents`` [B, F] are indices on the level above.
-        """
+        """Return the last layer's outputs [B, F, D] for the next tree level; ``parents`` [B, F] are indices on the
+        level above."""
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
 
@@ -172,10 +165,7 @@ class KangarooHead(DraftHead):
         return self.adapter(x, batch.position_ids, draft_targets.mask).flatten(0, 1)[draft_targets.last_read]
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
-        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D].
-
-        The other arguments are those of ``HeadAttention.forward``.
-        """
+        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head; see ``HeadAttention.forward``."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
@@ -189,10 +179,8 @@ class KangarooHead(DraftHead):
 
 
 class KangarooSession(HeadSession):
-    """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head.
-
-    The first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own.
-    """
+    """A session that runs the base's first layers, the adapter and the base's output head for each tree level. The
+    first layers write into the target's cache. Without one (replay, calibration), they have a cache of their own."""
 
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
         adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)

@@ -1,16 +1,13 @@
 """Medusa heads (Cai et al., 2401.10774): K independent heads over the base's last hidden state.
 
-Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. Both published
-variants exist: one projection per head that starts as the base's (the paper), or the base's own projection, frozen
-and shared (the later recipe).
+Head k predicts ``x_{t+1+k}`` from ``h_t`` through residual blocks and a projection to the vocabulary. The projection is
+one per head that starts as the base's (the paper), or the base's own, frozen and shared (the later recipe).
 
-Differences from the reference code: the blocks of a head are separate modules instead of one repeated module. Their
-biases start at zero like their weights, so an untrained head is exactly the base's next-token head. The projections
-can be restricted to a draft vocabulary.
+Differences from the reference code: the blocks of a head are separate modules. Their biases start at zero, so an
+untrained head is exactly the base's next-token head. The projections can be restricted to a draft vocabulary.
 
-``reads_last_token`` is our addition. When drafting starts, ``x_{t+1}`` is already committed, but a Medusa head has to
-guess it from ``h_t``. With the option, the first block of every head also reads the embedding of ``x_{t+1}``, as the
-first Hydra head does (2402.05109). The heads remain independent of each other, so drafting is still one pass.
+``reads_last_token`` is our addition: the first block of every head also reads the embedding of ``x_{t+1}``, which is
+already committed when drafting starts, as the first Hydra head does (2402.05109). Drafting is still one pass.
 
 Shape legend: B batch, K heads, D width.
 """
@@ -49,10 +46,8 @@ class MedusaConfig(DraftHeadConfig):
 
 
 class ResBlock(nn.Module):
-    """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``.
-
-    W and b start at zero, so the untrained block returns ``x``.
-    """
+    """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``. W and b start at
+    zero."""
 
     def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
@@ -61,7 +56,6 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Map ``x`` [..., D] to [..., D]; pass ``condition`` [..., D] if the block was created with ``conditioned``."""
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
 
 
@@ -74,15 +68,14 @@ class Blocks(nn.ModuleList):
         self._repeats = count if tied else 1
 
     def in_order(self) -> list[ResBlock]:
-        """Return the blocks in the order of application; a tied block is repeated."""
         return [cast(ResBlock, block) for block in self] * self._repeats
 
     def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
-        """Return self, unpacked, because ``MedusaHead`` packs the blocks of all heads together."""
+        """Return self, because ``MedusaHead`` packs the blocks of all heads together."""
         return self
 
     def forward(self, x: Tensor, *condition: Tensor) -> Tensor:
-        """Apply all blocks to ``x`` [..., D]; only the first one reads ``condition`` [..., D]."""
+        """Map ``x`` [..., D] to [..., D]; only the first block reads ``condition`` [..., D]."""
         first, *deeper = self.in_order()
         x = first(x, *condition)
         for block in deeper:
@@ -113,10 +106,8 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the projections' inputs of positions 0 to K - 1, [B, K, D], as ``DraftHead.all_inputs`` does.
-
-        K is ``depth``. Joined and packed layers need fewer and larger matrix products than calls of ``advance``.
-        """
+        """Compute ``DraftHead.all_inputs`` with joined and packed layers: fewer and larger matrix products than in
+        ``advance``."""
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs. An inference copy leaves blocks unpacked for this.
         self._packed_heads = heads = max(self._packed_heads, depth)
@@ -129,11 +120,8 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return packed linear layers of the first ``heads`` heads: those of the first blocks, and of later blocks.
-
-        The first blocks of all heads are joined into one layer, because they read the same input. The later blocks are
-        a list for each block number, with one layer per head.
-        """
+        """Return packed linear layers of ``heads`` heads: one that joins all first blocks, which read the same input,
+        and a list for each later block, with one layer per head."""
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
         first, *deeper = zip(*by_head[:heads], strict=True)

@@ -42,10 +42,9 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
-"""Schedules by name. Each maps the share of a phase that is done (0 to 1) to a factor of the heads' loss."""
+"""Share of a phase that is done (0 to 1) -> factor of the heads' loss."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-MERGED = "merged"
-"""Name of the folder, in the head's folder, with the tuned base as a whole model."""
+MERGED = "merged"  # folder, in the head's folder, with the tuned base as a whole model
 
 
 @settings(kw_only=True)
@@ -98,16 +97,13 @@ class Medusa2Head(MedusaHead):
 
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self.adapter = nn.ParameterDict()
-        """The adapters' weights, empty before ``train_base``. Checkpoints contain them, ``saved_weights`` does not."""
+        self.adapter = nn.ParameterDict()  # empty before ``train_base``; in checkpoints, but not in ``saved_weights``
         self._tuned: LoraBase | None = None
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
-
-        New adapters change nothing until they are trained. A base that already has an adapter is rejected.
-        """
+        """Create the base's adapters if there are none; ``now`` says if the next phase trains them. New adapters change
+        nothing until they are trained. A base that already has an adapter is rejected."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
@@ -135,7 +131,6 @@ class Medusa2Head(MedusaHead):
         return [] if self._tuned is None else [self._tuned.model.model]
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """Return ``heads_lr_mult`` for the heads' parameters while the base is trained too, else 1."""
         adapter = any(parameter is other for other in self.adapter.values())
         return 1.0 if adapter or not self._joint else self.config.heads_lr_mult
 
@@ -143,11 +138,9 @@ class Medusa2Head(MedusaHead):
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
         """Return the heads' loss; in phases that train the base, the weighted sum of the base's and the heads' loss.
-
-        ``base_hidden`` always has the original base's states. In phases that train the base, heads and base loss use
-        the tuned base's states, and there are further metrics: base_loss, heads_loss (without its weight, which the
-        schedule changes) and base_accept (the share of targets that are the tuned base's likeliest token).
-        """
+        ``base_hidden`` always has the original base's states. Joint phases use the tuned base's states, and add the
+        metrics base_loss, heads_loss (without its scheduled weight) and base_accept (share of targets that are its
+        likeliest token)."""
         if not self._joint:
             return super().loss(batch, base_hidden, config)
         tuned_hidden = self._tuned_hidden_states(batch)
@@ -183,10 +176,8 @@ class Medusa2Head(MedusaHead):
     def _base_loss(
         self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the base's own loss and the sums for its metrics (``STATS``), [1, len(STATS)], over trained tokens.
-
-        ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
-        """
+        """Return the base's own loss and its ``STATS`` [1, len(STATS)] over trained tokens, from the final states of
+        the tuned base and, for self-distillation, of the original base."""
         assert self._tuned is not None
         next_ids, valid = batch.next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
@@ -207,11 +198,9 @@ class Medusa2Head(MedusaHead):
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """Return the heads' weights; ``save_base`` saves the adapters in a folder of their own."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the adapter and, with ``save_merged``, the whole tuned base; return the tuned base's identity."""
         if self._tuned is None:
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)

@@ -3,11 +3,10 @@
 Position k mixes the state of position k - 1 with the embedding of the token drafted last, and its projection reads the
 result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: lstm`` is the Arctic variant.
 
-Beyond the papers: projections to a reduced draft vocabulary (input tokens are always target ids), targets that stay in
-their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
-``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
-of the head's state to the base's last hidden state and projects the sum with the base's frozen projection. Untrained,
-such a head equals the base's next-token head.
+Beyond the papers: a draft vocabulary, targets that stay in their document, and all kinds of trees. Two options train
+fewer parameters. ``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false``
+adds a linear map of the head's state to the base's last hidden state, and projects the sum with the base's frozen
+projection. Untrained, such a head equals the base's next-token head.
 
 Shape legend: K draft positions, D base width, E inner width.
 """
@@ -31,14 +30,13 @@ from drafthead.settings.schema import NonNegative, settings
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state that the projections read, [..., E] (E: inner width), and for an LSTM its cell, [..., E]. Before the first
-position, the state is the base's, [..., D]."""
-Embed = Callable[[], nn.Module]
-"""Creates an embedding: a module that maps tokens [...] int64 to [..., E] (E: inner width)."""
+"""The state that the projections read, [..., E], and for an LSTM its cell, [..., E]. At first, the state is the base's,
+[..., D]."""
+Embed = Callable[[], nn.Module]  # creates a module that maps tokens [...] int64 to [..., E]
 
 
 class ScaledShiftedRMSNorm(nn.Module):
-    """Root-mean-square norm with a scale and a shift; the mean is not subtracted."""
+    """RMSNorm with a scale and a shift."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,15 +44,12 @@ class ScaledShiftedRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., E] to [..., E]."""
         return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS) + self.bias
 
 
 class BaseEmbedding(nn.Module):
-    """The base's frozen embedding, mapped by a trained matrix (our addition).
-
-    Embeddings are scaled to norm 1, so that initial outputs are as large as those of a new embedding.
-    """
+    """The base's frozen embedding, scaled to norm 1, as a new embedding is, and mapped by a trained matrix (our
+    addition)."""
 
     def __init__(self, table: Tensor, width: int) -> None:
         super().__init__()
@@ -62,26 +57,21 @@ class BaseEmbedding(nn.Module):
         self._table = (table,)  # the base's: in a tuple, so that it is not a parameter of this module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens [...] int64 to [..., E]."""
         embedded = F.normalize(F.embedding(tokens, self._table[0]), dim=-1)
         return cast(Tensor, self.linear(embedded.to(reads_in(self.linear))))
 
 
 def embedding_weight(positions: int, width: int) -> float:
-    """Return the published factor by which the embedding is multiplied before it is added to the state.
-
-    With K = ``positions`` and E = ``width``, it is ``e / s``, ``s = 0.5 ** (0.5 / K)``, ``e = sqrt((1 - s^2) E / 2)``.
-    """
+    """Return the published factor by which the embedding is multiplied before it is added to the state: ``e / s`` with
+    K = ``positions``, E = ``width``, ``s = 0.5 ** (0.5 / K)`` and ``e = sqrt((1 - s^2) E / 2)``."""
     decay = 0.5 ** (0.5 / positions)
     return float(math.sqrt((1 - decay**2) * width / 2) / decay)
 
 
 class RNNCells(nn.Module):
-    """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``.
-
-    P_k is a projection and E_k an embedding. ``tied`` cells share all weights except P_0. The factor e/s is
-    ``embedding_weight``.
-    """
+    """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``. P_k is a
+    projection and E_k an embedding. ``tied`` cells share all weights except P_0. The factor e/s is
+    ``embedding_weight``."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
         super().__init__()
@@ -130,15 +120,12 @@ class LSTMCells(nn.Module):
 
 
 def _at(modules: nn.ModuleList, k: int) -> nn.Module:
-    """Return module k (from 0), or the last one if there are fewer: later draft positions share it."""
+    """Return module k (from 0), or the last one: later draft positions share it."""
     return modules[min(k, len(modules) - 1)]
 
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
-    """Initialise embeddings and projections with normal weights, as the reference code does; norms start as ones.
-
-    ``deviation`` maps a weight's shape to the standard deviation.
-    """
+    """Initialise all but the norms with normal weights, as the reference code does; ``deviation`` maps shapes."""
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))

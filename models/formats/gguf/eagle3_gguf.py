@@ -22,8 +22,7 @@ from drafthead.models.heads.eagle3 import Eagle3Head
 KEYS = {
     "target_layers": LAYER_IDS,
     **{key: key for key in ("target_hidden_size", "norm_before_fc", "norm_before_residual")},
-}
-"""Keys of a GGUF file -> keys of ``config.json``."""
+}  # keys of a GGUF file -> keys of ``config.json``
 OWN_KEYS = {"drafthead.num_draft_tokens": "num_tokens", "drafthead.ttt_steps": "ttt_steps"}
 """Keys that only drafthead reads -> keys of ``config.json``. A file may lack them."""
 LLAMACPP = Engine(

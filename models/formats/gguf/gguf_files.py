@@ -1,8 +1,7 @@
 """GGUF files for llama.cpp, written and read with PyPI's ``gguf``: code for all kinds of heads, and for the base.
 
-A GGUF file is a header of typed keys, then the tensors. Keys begin with the architecture's name, such as
-``eagle3.block_count``. A base is written as llama.cpp's own converter writes it, for Llama-like targets with a
-byte-level BPE tokenizer. Other bases need llama.cpp's converter, which the error names.
+A GGUF file is a header of typed keys, which begin with the architecture's name, then the tensors. A base is written as
+llama.cpp's own converter writes it, for Llama-like targets with a byte-level BPE tokenizer.
 """
 
 import json
@@ -38,10 +37,8 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """Model types that ``write_base`` supports -> llama.cpp's architectures."""
 RECORDED = ("llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss")
 """Model types of bases for which llama.cpp keeps the inputs of layers, which heads read; with others it aborts."""
-DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}
-"""Formats of heads -> llama.cpp's names of their architectures."""
-OTHER_KEYS = ("tokenizer.", "drafthead.")
-"""Beginnings of keys without the architecture's name in front. Only drafthead reads ``drafthead.*``."""
+DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}  # formats of heads -> llama.cpp's architectures
+OTHER_KEYS = ("tokenizer.", "drafthead.")  # beginnings of keys without the architecture's name
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -58,8 +55,7 @@ SIZES = {
 }
 """Keys of a file without the architecture's name -> keys of a Llama config."""
 WINDOW = {"attention.sliding_window": "sliding_window"}
-SCALED = "rope_freqs.weight"
-"""Tensor of a scaled rotary embedding."""
+SCALED = "rope_freqs.weight"  # tensor of a scaled rotary embedding
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -77,24 +73,19 @@ SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection for llama.cpp's rotation, [heads x E, D] -> the same shape.
-
-    E is the width of an attention head. transformers rotates row i of a head together with row i + E / 2, llama.cpp's
-    Llama rotates neighbouring rows. For E = 4 the rows 0 1 2 3 become 0 2 1 3.
-    """
+    """Reorder the rows of a query or key projection [heads x E, D] for llama.cpp's rotation. transformers rotates row i
+    of a head together with row i + E / 2, llama.cpp's Llama rotates neighbouring rows. For ``E = 4`` the rows 0 1 2 3
+    become 0 2 1 3."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection from llama.cpp's rotation back; the inverse of :func:`to_pairs`."""
+    """Invert :func:`to_pairs`."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to a query or key projection; return other tensors unchanged.
-
-    ``name`` is the tensor's name in transformers, and ``config`` has the number of attention and key/value heads.
-    """
+    """Apply ``turn`` (``to_pairs`` or ``to_halves``) if ``name`` is that of a query or key projection."""
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if name.endswith(f"{projection}.weight"):
             return turn(tensor, config[heads])
@@ -105,7 +96,7 @@ class GgufFile:
     """Writer of one GGUF file: add sizes and tensors, then :meth:`close`."""
 
     def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
-        """Start a file whose matrices have the type ``kind`` (one of ``KINDS``); vectors stay in float32."""
+        """Start a file with matrices of type ``kind`` (one of ``KINDS``); vectors stay in float32."""
         logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it logs every file and key
         self._kind = kind
         self.writer = gguf.GGUFWriter(path, architecture)
@@ -115,13 +106,12 @@ class GgufFile:
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def add_key(self, key: str, value: bool | int | float | list[int]) -> None:
-        """Add a key of ``value``'s type, prefixed with the architecture unless it begins with one of ``OTHER_KEYS``."""
+        """Add a key, prefixed with the architecture unless it begins with one of ``OTHER_KEYS``."""
         writer = self.writer
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](key if key.startswith(OTHER_KEYS) else f"{writer.arch}.{key}", value)
 
     def add_sizes(self, config: dict[str, Any]) -> None:
-        """Add the sizes, epsilon and rotary settings of a Llama config."""
         for key, name in SIZES.items():
             self.add_key(key, config[name])
         if (factors := rope_factors(config)) is not None:
@@ -143,7 +133,6 @@ class GgufFile:
         self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
 
     def close(self) -> None:
-        """Write everything that was added."""
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
@@ -151,7 +140,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys of a file, and its tensors, dequantised and in torch's order of dimensions."""
+    """Return a file's keys and its tensors, dequantised and in torch's order of dimensions."""
     try:
         reader = checked_reader(path)
         keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -162,18 +151,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _values(entry: Any) -> npt.NDArray[Any]:
-    """Return a tensor of a file as an array, dequantised."""
     integer = entry.tensor_type == gguf.GGMLQuantizationType.I64
     values: npt.NDArray[Any] = entry.data if integer else gguf.quants.dequantize(entry.data, entry.tensor_type)
     return np.array(values)  # a copy, because the file is memory-mapped
 
 
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
-    """Return the divisors of the rotary frequencies, half the head width, as llama.cpp reads them; None: no scaling.
-
-    ``config`` is a Llama config, as from ``layer_config``. Only Llama-3's scaling is a tensor in GGUF. Other scalings
-    are metadata, which drafthead does not write; they raise a UserError.
-    """
+    """Return the divisors [E / 2] of the rotary frequencies for a Llama ``config``; None: no scaling. Only Llama-3's
+    scaling is a tensor in GGUF; others raise a UserError."""
     scaling = config.get("rope_scaling")
     if not scaling:
         return None
@@ -187,41 +172,31 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
 
 class GgufLayout(Format):
     """Mixin of the formats for llama.cpp: the head as ``head.gguf``, with ``base_gguf=`` the base as ``base.gguf``.
-
-    The tensors and the config are those of the class it is mixed into, under llama.cpp's names.
-    """
+    Tensors and config are those of the other class, under llama.cpp's names."""
 
     weights_file = FILE
     base_file = BASE_FILE
-    outer: ClassVar[Mapping[str, str]]
-    """Published names of tensors outside the decoder layers -> llama.cpp's names."""
-    layer: ClassVar[str] = "layers.{n}"
-    """Template of the published name of decoder layer n."""
-    pairs: ClassVar[bool] = False
-    """True if llama.cpp rotates neighbouring rows of queries and keys (see ``to_pairs``)."""
-    needed: ClassVar[frozenset[str]]
-    """Keys that a file must have in addition to those of ``SIZES``."""
-    accepted: ClassVar[frozenset[str]] = frozenset()
-    """Further keys that an import reads. Other keys with the architecture's name are noted."""
+    outer: ClassVar[Mapping[str, str]]  # names of tensors outside the decoder layers -> llama.cpp's
+    layer: ClassVar[str] = "layers.{n}"  # template of the published name of layer n
+    pairs: ClassVar[bool] = False  # llama.cpp rotates neighbouring rows of queries and keys (``to_pairs``)
+    needed: ClassVar[frozenset[str]]  # keys that a file must have, with those of ``SIZES``
+    accepted: ClassVar[frozenset[str]] = frozenset()  # further keys that an import reads; others are noted
     harmless: ClassVar[frozenset[str]] = frozenset({SCALED})
 
     @abstractmethod
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a file's keys and values in addition to those of ``SIZES``, from a head's config."""
+        """Return a file's keys and values from a head's config, except those of ``SIZES``."""
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a head's config, except the sizes that ``SIZES`` gives.
-
-        ``keys``: the GGUF file's metadata; ``tensors``: its tensors by published name.
-        """
+        """Return a head's config without ``SIZES``, from a file's keys and its tensors by published name."""
 
     def add_vocabulary(self, file: GgufFile, base: BaseParts) -> None:
-        """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
+        """Add a tokenizer; by default none, because llama.cpp uses the target's."""
         file.writer.add_tokenizer_model("no_vocab")
 
     def _names(self, layers: int) -> dict[str, str]:
-        """Map published tensor names to llama.cpp's, for a head with this number of layers."""
+        """Map published tensor names to llama.cpp's."""
         inner = {
             f"{self.layer.format(n=n)}.{name}.weight": f"blk.{n}.{theirs}.weight"
             for n in range(layers)
@@ -307,10 +282,8 @@ def check_base(base: BaseParts, kind: str) -> None:
 
 
 def write_base(base: BaseModel, path: Path, kind: str) -> None:
-    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``).
-
-    In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
-    """
+    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``). In 4-bit
+    files, embedding and output head have 8 bits, because they affect the logits directly."""
     check_base(base, kind)
     settings = base.model_config
     architecture = ARCHITECTURES[settings.model_type]
@@ -342,7 +315,7 @@ def write_base(base: BaseModel, path: Path, kind: str) -> None:
 
 
 def split_name(tokenizer: Any) -> str:
-    """Return llama.cpp's name of the rule by which ``tokenizer`` splits words before BPE; reject unknown rules."""
+    """Return llama.cpp's name of the tokenizer's rule for splitting words before BPE; reject unknown rules."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     splitter = content.get("pre_tokenizer") or {}
     steps = splitter.get("pretokenizers", [splitter])
@@ -355,7 +328,6 @@ def split_name(tokenizer: Any) -> str:
 
 
 def add_tokenizer(writer: Any, base: BaseParts) -> None:
-    """Write the base's tokenizer: vocabulary, token types, merges, special tokens and chat template."""
     tokenizer, types = base.tokenizer, gguf.TokenType
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     known = {number: text for text, number in tokenizer.get_vocab().items()}

@@ -32,8 +32,8 @@ from drafthead.models.kernels.linear import can_prepack
 from drafthead.models.kernels.packed import PackedMask
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
-"""Runs a layer in drafting. Maps inputs [B, T, I] (I: input width), positions [B, T], an additive mask (None: every
-query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
+"""Runs a layer in drafting. Maps inputs [B, T, I], positions [B, T], an additive mask (None: every query sees all keys)
+and a cache, into which it writes keys and values, to outputs [B, T, D]."""
 Mask = Tensor | PackedMask | None
 Module = TypeVar("Module", bound=nn.Module)
 Output = TypeVar("Output")
@@ -55,13 +55,10 @@ def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module,
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding.
+    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding. If the
+    base rotates differently from Llama, Llama's rotary embedding with the base's theta is used."""
 
-    If the base rotates differently from Llama, Llama's rotary embedding with the base's theta is used.
-    """
-
-    gradient_checkpointing = False
-    """Set by ``shard.checkpointing``, as in transformers' layers."""
+    gradient_checkpointing = False  # set by ``shard.checkpointing``, as in transformers' layers
 
     def __init__(
         self,
@@ -71,17 +68,14 @@ class HeadAttention(nn.Module):
         layer_idx: int = 0,
         rope_theta: float | None = None,
     ) -> None:
-        """Create the weights in float32 on the base's device.
+        """Create the weights in float32 on the base's device; reject a base without rotary embedding.
 
         Args:
             base: the frozen base.
             input_width: width I of the inputs; None: the base's hidden size.
-            qk_norm: normalise the queries and keys of each attention head before rotation, as Qwen3 does.
+            qk_norm: normalise queries and keys of each attention head before rotation, as Qwen3 does.
             layer_idx: index of this layer, from 0, in the cache that its head drafts with.
             rope_theta: theta of a Llama rotary embedding without scaling; None: the base's rotary embedding.
-
-        Raises:
-            UserError: the base has no rotary embedding.
         """
         super().__init__()
         if base.rotary is None:
@@ -105,12 +99,11 @@ class HeadAttention(nn.Module):
         self._rotary = (rotary,)  # the base's: in a tuple, so that it is not a submodule
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
-        """Return the shape of a cache of keys and values for ``layers`` layers like this one."""
         sizes = self.kv_heads, self.head_dim
         return CacheShape(layers=(KeyValueShape(sizes, sizes),) * layers, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotary embedding's cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""
+        """Return cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""
         cos_sin: tuple[Tensor, Tensor] = self._rotary[0](x, position_ids=positions)
         return cos_sin
 
@@ -144,21 +137,18 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend with the results of ``states`` and apply the output projection: [B, T, D]; see ``forward``."""
+        """Attend with the results of ``states`` and apply the output projection: [B, T, D]."""
         if isinstance(mask, PackedMask):
             return self.join(packed_attention(query, key, value, mask))
         return self.join(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped))
 
     def join(self, attended: Tensor) -> Tensor:
-        """Join the outputs of all attention heads by the output projection: [B, H, T, E] -> [B, T, D]."""
+        """Join the outputs of all attention heads: [B, H, T, E] -> [B, T, D]."""
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """Return a function equal to ``forward``, with weights packed in ``dtype``.
-
-        With ``dtype`` None, weights keep their dtype, and are not packed if this device cannot pack them.
-        """
+        """Return an equal function with weights packed in ``dtype`` (None: their dtype, packed if this device can)."""
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -171,11 +161,9 @@ class HeadRMSNorm(nn.RMSNorm):
     eps: float
 
     def __init__(self, base: BaseParts, width: int | None = None) -> None:
-        """Create a norm of ``width`` (None: the base's) with the base's epsilon."""
         super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return an equal norm that takes fewer operations; ``dtype`` is ignored."""
         return FusedRMSNorm(self)
 
 
@@ -185,10 +173,7 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseParts, inner: int | None = None) -> None:
-        """Create an MLP of inner width ``inner``.
-
-        None: the smallest inner width of the base's layers, or four times the hidden size if there is none.
-        """
+        """``inner`` is the inner width; None: the smallest of the base's layers, or four times the hidden size."""
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model_config, "intermediate_size") or 4 * width
@@ -197,7 +182,6 @@ class HeadMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]."""
         down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down
 
@@ -224,11 +208,8 @@ def _rotary(base: BaseParts, heads: int, head_dim: int, theta: float | None) -> 
 
 
 def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
-    """Return True if the base's rotary embedding rotates like Llama's.
-
-    Other models rotate only some channels, pair neighbouring channels, return complex numbers, or rotate differently in
-    layers with and without a sliding window.
-    """
+    """Return True if the base's rotary embedding rotates like Llama's. Other models rotate only some channels, pair
+    neighbouring channels, return complex numbers, or rotate differently in layers with a sliding window."""
     try:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
         position = torch.ones(1, 1, dtype=torch.int64, device=base.device)
@@ -242,10 +223,7 @@ def rotates_like_llama(base: BaseParts, head_dim: int) -> bool:
 
 
 def head_rope(base: BaseParts) -> dict[str, Any]:
-    """Return ``rope_parameters`` for a head's layers: the base's if the base rotates like Llama, else only its theta.
-
-    If the base's layers have different thetas, that of the layers with full attention is taken.
-    """
+    """Return the base's ``rope_parameters`` if it rotates like Llama, else its theta (of full attention)."""
     config = base.model_config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if rotates_like_llama(base, attention_sizes(config)[1]):
@@ -269,7 +247,6 @@ class HeadDecoderLayer(nn.Module):
         input_width: int | None = None,
         rope_theta: float | None = None,
     ) -> None:
-        """Create a layer; ``inner`` is the argument of ``HeadMLP``, and the others are those of ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx, rope_theta)
@@ -279,26 +256,25 @@ class HeadDecoderLayer(nn.Module):
         nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
-        """Map inputs [B, T, I] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
         return self.add_mlp(x, self.self_attn(self.normed(x), positions, mask, cache))
 
     @recomputed
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the layer's inputs ``x`` [B, T, I], as ``HeadAttention.states`` does."""
+        """Return ``HeadAttention.states`` of the layer's inputs ``x`` [B, T, I]."""
         return self.self_attn.states(self.normed(x), positions)
 
     def normed(self, x: Tensor) -> Tensor:
-        """Return the attention's input, normalised, from the layer's input ``x`` [B, T, I]."""
+        """Return the attention's inputs [B, T, I] from those of the layer."""
         normed: Tensor = self.input_layernorm(x)
         return normed
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the residual stream [B, T, D], to which attention is added, from the layer's input ``x`` [B, T, I]."""
+        """Return the residual stream [B, T, D], to which attention is added, from the layer's inputs [B, T, I]."""
         return x
 
     @recomputed
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output [B, T, D] from its input ``x`` [B, T, I] and the attention's output [B, T, D]."""
+        """Return the outputs [B, T, D] from the inputs ``x`` [B, T, I] and the attention's outputs [B, T, D]."""
         hidden = self.residual(x) + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -321,20 +297,17 @@ class AnchorContext:
 
     def __init__(self, batch: TrainBatch, draft_targets: DraftTargets) -> None:
         self.anchors, self.mask, self.seen = draft_targets.anchors, draft_targets.mask, draft_targets.seen
-        self.positions = batch.position_ids.reshape(1, -1)
-        """[1, N] int64."""
+        self.positions = batch.position_ids.reshape(1, -1)  # [1, N] int64
 
     def at_anchors(self, values: Tensor) -> Tensor:
-        """Return ``values`` [B, T, ...] at the anchors: [A, ...]."""
+        """Select the anchors: [B, T, ...] -> [A, ...]."""
         return values.flatten(0, 1)[self.anchors]
 
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """Run ``layer`` over the context's ``inputs`` [B, T, I], and return the function ``attend`` for ``advance``.
-
-        The first call of that function computes draft position 0 at all anchors, the second call position 1, and so
-        on: [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the
-        context. The inputs of the first call are only read by the residual connection.
-        """
+        The first call of that function computes draft position 0 at all anchors, the second call position 1, and so on:
+        [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the context.
+        The inputs of the first call are only read by the residual connection."""
         query, key, value = layer.states(inputs.flatten(0, 1)[None], self.positions)
         query = query[:, :, self.anchors]
         block: list[tuple[Tensor, Tensor]] = []
@@ -352,7 +325,7 @@ class AnchorContext:
         return step
 
     def block_positions(self, offsets: Tensor) -> Tensor:
-        """Return the positions [1, A P] of blocks of P entries, which are ``offsets`` [P] tokens after each anchor."""
+        """Return positions [1, A P], which are ``offsets`` [P] tokens after each anchor."""
         return (self.positions[0, self.anchors, None] + offsets).reshape(1, -1)
 
     def read_block(
@@ -363,8 +336,7 @@ class AnchorContext:
         Args:
             layer: the layer.
             x: [1, A P, I] its inputs at the blocks.
-            key: [1, G, N, E] keys of the context.
-            value: [1, G, N, E] values of the context.
+            key, value: [1, G, N, E] of the context.
             positions: [1, A P] int64, from ``block_positions``.
             seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
@@ -382,10 +354,8 @@ class AnchorContext:
         seen: Tensor | None = None,
     ) -> Tensor:
         """Return ``attend_block`` for queries [1, H, A, P, E] of all anchors, with the output projection: [1, A P, D].
-
-        The backward pass recomputes the scores, because every layer would otherwise store P of them for each anchor,
-        key and attention head.
-        """
+        The backward pass recomputes the scores; stored ones would take P numbers for each layer, anchor, key and
+        attention head."""
         attended = [query[0][:, :0]]  # without anchors there is no span
         for span in self.seen.spans(query.shape[1] * query.shape[3]):
             context = (states[0][:, span.keys] for states in (key, value))
@@ -415,16 +385,11 @@ def attend_block(
         x x .        . .              x x
 
     Args:
-        query: [H, S, P, E], P queries at each of S anchors.
-        context_key: [G, T, E].
-        context_value: [G, T, E].
+        query: [H, S, P, E], P queries at each of S anchors; the result has this shape, too.
+        context_key, context_value: [G, T, E].
         mask: [S, T] bool: True for keys of the context that the anchors see.
-        keys: [G, S, Q, E] of the Q draft positions of each anchor.
-        values: [G, S, Q, E].
+        keys, values: [G, S, Q, E] of the Q draft positions of each anchor.
         seen: [P, Q] bool mask of a block's queries over its keys; None: every query sees all of them.
-
-    Returns:
-        [H, S, P, E].
     """
     groups, time = context_key.shape[:2]
     heads, count, block, width = query.shape
@@ -443,18 +408,16 @@ def attend_block(
 
 
 def norm_scale(base: BaseParts) -> Tensor:
-    """Return the scale [D] of the base's final norm: its output for a vector of ones. (Gemma stores scale - 1.)"""
+    """Return the scale [D] of the base's final norm, its output for ones. (Gemma stores scale - 1.)"""
     scale: Tensor = base.final_norm(torch.ones_like(base.embedding[0])).float()
     return scale
 
 
 @torch.no_grad()
 def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseParts, deepest: int, is_final: bool) -> None:
-    """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
-
-    ``deepest`` is the index, from 0, of the state to select. A final state of the base (``is_final``) has already
-    passed the final norm, so ``norm`` then starts with one scale for all channels, which keeps the state's size.
-    """
+    """Initialise ``fc`` to select the input state with index ``deepest``, and ``norm`` to the base's final norm. A
+    final state of the base (``is_final``) has already passed the final norm, so ``norm`` then starts with one scale for
+    all channels, which keeps the state's size."""
     width, scale = base.hidden_size, norm_scale(base)
     fc.weight.zero_()
     fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)
@@ -462,5 +425,4 @@ def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseParts, deepest: in
 
 
 def norm_eps(base: BaseParts) -> float:
-    """Return the epsilon of the base's norms: ``rms_norm_eps`` of its config, else 1e-6."""
     return float(getattr(base.model_config, "rms_norm_eps", None) or 1e-6)

@@ -74,12 +74,9 @@ class DraftHeadConfig:
     confidence: bool = False
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted. ``eval.prefix_threshold`` can
     then stop drafting after unlikely ones."""
-    one_prediction: ClassVar[bool] = False
-    """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
-    trains_base: ClassVar[bool] = False
-    """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
-    needs_layers: ClassVar[bool] = False
-    """True if the head runs or trains the base's layers, so that it cannot be built for parts of a base."""
+    one_prediction: ClassVar[bool] = False  # a token's logits do not depend on its draft position, so the loss has one
+    trains_base: ClassVar[bool] = False  # can train its base, too, through LoRA adapters (Medusa-2)
+    needs_layers: ClassVar[bool] = False  # runs or trains the base's layers, so cannot be built for parts of a base
 
     @property
     def starts_from_layers(self) -> bool:
@@ -87,11 +84,9 @@ class DraftHeadConfig:
         return False
 
     def build(self, base: BaseParts, d2t: Tensor | None = None, start: bool = True) -> "DraftHead":
-        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings.
-
-        ``d2t`` ([W] int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary.
-        ``start`` false: the base's layers are not copied, because the caller loads trained weights.
-        """
+        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings. ``d2t`` [W]
+        int64 maps draft ids to the base's ids (None: the whole vocabulary). With ``start`` false, the base's layers are
+        not copied, because the caller loads trained weights."""
         copies = start and self.starts_from_layers
         if (self.needs_layers or copies) and not isinstance(base, BaseModel):
             what = "starts as a copy of" if copies else "runs"
@@ -125,22 +120,21 @@ class DraftHeadConfig:
 
     @property
     def low_rank(self) -> int:
-        """Rank of the low-rank term that Markov correction and induction head add to the logits; 0 without both."""
+        """Rank of the low-rank term that Markov correction and induction head add to the logits."""
         return self.markov_rank + self.induction_rank
 
     @property
     def head_type(self) -> str:
-        """Type of the head: the name of its module under ``models/heads/``, such as ``medusa``."""
         return type(self).__module__.rpartition(".")[2]
 
     def inference_dtype(self, base: BaseParts) -> torch.dtype | None:
-        """Return the dtype of the weights' copies for drafting with ``base``; None: that of the trained weights."""
+        """Return the dtype of the weights' copies for drafting (None: that of the trained weights)."""
         if self.draft_dtype == "auto":
             return None if base.kernels is None else base.kernels.draft_dtype
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
 
     def drafted_ids(self, vocab_size: int) -> int:
-        """Return the size W of the draft vocabulary for a base whose vocabulary has ``vocab_size`` ids."""
+        """Return the size W of the draft vocabulary."""
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
     def without_weights(self, base: BaseParts) -> "DraftHead":
@@ -151,39 +145,35 @@ class DraftHeadConfig:
 
 
 States = tuple[Tensor, ...]
-"""A head's recurrent state, which ``advance`` gets for one draft position and returns for the next: tensors
-[..., width]. ``advance`` computes several paths at once, and [...] is their shape: [B, F] for the F nodes of a tree
-level, [B] in the method ``all_inputs`` (one path per row), and the shape of the anchors in training."""
+"""A head's recurrent state, tensors [..., width], which ``advance`` returns for the next draft position. ``advance``
+computes several paths at once, and [...] is their shape: [B, F] for the F nodes of a tree level, [B] in ``all_inputs``
+(one path per row), and the shape of the anchors in training."""
 Attend = Callable[[Tensor], Tensor]
-"""Runs the head's own attention layers over one more token per path. The token attends to the committed tokens and to
-its path. Maps inputs [..., I] (I: the layers' input width) to outputs [..., D]."""
+"""Runs the head's own attention layers over one more token per path, which attends to the committed tokens and to its
+path: [..., I] -> [..., D]."""
 
 
 class DraftHead(nn.Module, Drafter):
     """Base class of draft heads. A head is attached to the frozen base that it drafts for.
 
     A subclass defines ``__init__``, which sets ``projections``. It also sets ``session_class`` and defines ``advance``.
-    If its layers attend to the context, it instead defines ``hidden_at_positions`` and ``open``, with a session of its
-    own, and needs ``advance`` only if these call it.
+    A head whose layers attend to the context instead defines ``hidden_at_positions`` and ``open``, with a session of
+    its own, and needs ``advance`` only if these call it.
     """
 
     config: DraftHeadConfig
     base: BaseParts
     vocab_size: int
     session_class: ClassVar[type[Any]]
-    """The class that ``open`` creates with the head and the number of rows, usually ``HeadSession``. A head that
-    overrides ``open`` does not need it."""
-    projections: DraftLMHeads
-    """Projections to the draft vocabulary. ``__init__`` sets it to a result of ``lm_heads``."""
-    reads_base = True
-    """False: the head does not read the base's hidden states (a draft LM)."""
+    """The class that ``open`` creates, usually ``HeadSession``. A head that overrides ``open`` does not need it."""
+    projections: DraftLMHeads  # to the draft vocabulary; ``__init__`` sets it to a result of ``lm_heads``
+    reads_base = True  # False: the head does not read the base's hidden states (a draft LM)
     reads_drafts = True
     """False: no position reads the drafts before it, so drafting computes all positions in one pass, by ``all_inputs``
     or, if ``attends``, by the session's ``block_inputs``."""
     attends = False
     """True: draft positions attend to the context, by ``attend`` or by the session's ``block_inputs``."""
-    low_rank_name = "induction_out"
-    """Name that the layer ``low_rank`` has in saved heads."""
+    low_rank_name = "induction_out"  # name of the layer ``low_rank`` in saved heads
 
     def __init__(self, config: DraftHeadConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__()
@@ -207,7 +197,7 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def base_model(self) -> BaseModel:
-        """The base with its layers; refuse a head that is attached to parts of it."""
+        """The base with its layers; reject a head that is attached to parts of it."""
         if not isinstance(self.base, BaseModel):
             raise UserError(f"{self.base.name} was loaded without layers; load the head with the base of load_base")
         return self.base
@@ -247,10 +237,8 @@ class DraftHead(nn.Module, Drafter):
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
-        """Return the recurrent states before position 0, given the ``hidden`` state [..., D] at the anchors.
-
-        ``hidden`` comes from ``anchor_hidden`` in training, and from the session's ``draft_hidden`` in drafting.
-        """
+        """Return the recurrent states before position 0, given the ``hidden`` state [..., D] at the anchors. ``hidden``
+        comes from ``anchor_hidden`` in training, and from the session's ``draft_hidden`` in drafting."""
         return (hidden,)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
@@ -269,12 +257,8 @@ class DraftHead(nn.Module, Drafter):
         """Return the inputs of the projections of ``depth`` = K positions, [B, K, D], for drafting.
 
         Drafting calls this method instead of ``advance`` if ``reads_drafts`` is false. A head may override it by a
-        faster, equal computation.
-
-        Args:
-            hidden: [B, D] inputs of ``first_states``, from the session's ``draft_hidden``.
-            last_token: [B] int64, the last committed token of each row.
-            depth: number of positions.
+        faster, equal computation. ``hidden`` [B, D] is the session's ``draft_hidden``, and ``last_token`` [B] int64 the
+        last committed token of each row.
         """
         states, inputs = self.first_states(hidden), []
         for k in range(depth):
@@ -289,32 +273,20 @@ class DraftHead(nn.Module, Drafter):
     # What some heads override -----------------------------------------------------------------------------------------
 
     def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state.
-
-        A head that overrides it needs a session whose ``draft_hidden`` returns the same for drafting.
-        """
+        """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state. A head
+        that overrides it needs a session whose ``draft_hidden`` returns the same for drafting."""
         return base_hidden.final
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Run the forward pass of training: return the inputs of the K projections at all A anchors, [K, A, width].
-
-        ``projection_inputs`` appends the inputs of the optional parts. Entries of predictions that are not trained are
-        ignored, but must be finite.
-        """
+        Entries of predictions that are not trained are ignored, but must be finite."""
         hidden = self.anchor_hidden(batch, base_hidden, draft_targets).flatten(0, 1)[draft_targets.anchors]
         return self.unroll(hidden, batch, draft_targets, _no_attention)
 
     def unroll(self, hidden: Tensor, batch: TrainBatch, draft_targets: DraftTargets, attend: Attend) -> Tensor:
-        """Return the result of ``hidden_at_positions`` by calling ``advance`` once per draft position.
-
-        Each call computes all anchors at once, and reads the true token after each anchor's path.
-
-        Args:
-            hidden: [A, D] inputs of ``first_states`` at the anchors.
-            batch: packed rows.
-            draft_targets: the anchors of the batch.
-            attend: runs the head's own attention layers at the anchors, [A, I] -> [A, D].
-        """
+        """Return the result of ``hidden_at_positions`` by calling ``advance`` once per draft position. Each call
+        computes all A anchors at once, from ``hidden`` [A, D], and reads the true token after each anchor's path.
+        ``attend`` runs the head's own attention layers at the anchors, [A, I] -> [A, D]."""
         states, outputs = self.first_states(hidden.to(self.dtype)), []
         for k, tokens in enumerate(batch.input_ids.flatten()[draft_targets.last_read]):
             result = self.advance(k, states, tokens, attend)
@@ -330,19 +302,13 @@ class DraftHead(nn.Module, Drafter):
         return torch.stack(outputs)
 
     def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D].
-
-        ``InductionHead`` computes the score of copying nothing (the sink) from them. By default they are the base's
-        final states, for all draft positions. ``hidden`` is the result of ``hidden_at_positions``, [K, A, D]. In
-        drafting, the session's ``draft_sinks`` is used instead.
-        """
+        """Return the states at the anchors from which the induction head decides not to copy, [K or 1, A, D]; by
+        default the base's final ones. ``hidden`` [K, A, D] is from ``hidden_at_positions``. Drafting uses the session's
+        ``draft_sinks``."""
         return base_hidden.final.flatten(0, 1)[None, draft_targets.anchors]
 
     def projection(self, k: int) -> LMHead:
-        """Return the projection of draft position k (0-based) to the draft vocabulary, without the optional parts.
-
-        If the position has no trained projection, return the base's frozen output head.
-        """
+        """Return the projection of draft position k (0-based), without optional parts; the base's if untrained."""
         return self.projections.head(k)
 
     @property
@@ -361,18 +327,17 @@ class DraftHead(nn.Module, Drafter):
         return None
 
     def copy_base_layers(self) -> None:
-        """Start an untrained head from the base's layers. Only heads with ``starts_from_layers`` define it."""
+        """Start an untrained head from the base's layers; only for heads with ``starts_from_layers``."""
         raise NotImplementedError
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
-        """The head's own decoder layers from first to last; empty by default."""
         return []
 
     # What every head gets; not needed to write one -------------------------------------------------------------------
 
     def _add_parts(self) -> None:
-        """Create induction head, Markov correction and confidence head, as far as the settings ask for them."""
+        """Create induction head, Markov correction and confidence head, if the settings ask for them."""
         config, base, device = self.config, self.base, self.base.device
         self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
         if config.markov_rank:
@@ -404,7 +369,7 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the head's trained weights, also on an inference copy, whose own weights may have another dtype."""
+        """Dtype of the trained weights, also on an inference copy, whose weights may have another dtype."""
         return self._copied_dtype or next(self.parameters()).dtype
 
     def inference(self) -> Self:
@@ -417,26 +382,23 @@ class DraftHead(nn.Module, Drafter):
         return twin
 
     def num_parameters(self) -> int:
-        """Return the number of the head's own parameters; those shared with the base are not counted."""
+        """Return the number of the head's own parameters, without those of the base."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def low_rank(self) -> nn.Linear | None:
-        """The one layer that maps the r joined inputs of Markov correction and induction head to logits, [..., r] ->
-        [..., W] (draft vocabulary); None if the head has neither."""
+        """The layer that maps the r inputs of Markov correction and induction head to logits, [..., r] -> [..., W];
+        None without either."""
         return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
 
     def output_head(self, k: int) -> LMHead:
-        """Return the projection of draft position k (0-based) for the loss, with the low-rank optional parts."""
+        """Return the projection of draft position k (0-based) for the loss, with the low-rank parts."""
         head = self.projection(k)
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r].
-
-        They are the result of ``hidden_at_positions`` and, appended, the r inputs of Markov correction and induction
-        head.
-        """
+        """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r]: the result of
+        ``hidden_at_positions`` and the r inputs of Markov correction and induction head."""
         hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         inputs = [hidden]
         if self.config.markov_rank:
@@ -454,11 +416,8 @@ class DraftHead(nn.Module, Drafter):
     def loss(
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
-        """Return the loss and the metrics, summed over the trained tokens of the batch.
-
-        ``share_done`` is the share of the training phase that is done after this step, in (0, 1]. Only Medusa-2 uses
-        it.
-        """
+        """Return the loss and the metrics, summed over the trained tokens of the batch. ``share_done`` is the share of
+        the training phase that is done after this step, in (0, 1], for Medusa-2."""
         weights = config.weights_of(self.config.trained_positions)
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
@@ -479,14 +438,12 @@ class DraftHead(nn.Module, Drafter):
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
-        """Return the rank of the true token among each draft position's candidates, for tree calibration.
+        """Return the rank of the true token among each draft position's candidates, [B, T, K] int64, for tree
+        calibration.
 
-        Position k (from 1) reads the true tokens before its target. That is exact, because a draft can only be accepted
-        after accepted drafts.
-
-        Returns:
-            [B, T, K] int64, with position k in column k - 1: 0 if the most likely candidate for ``x_{t+1+k}`` is right,
-            ``top`` if the true token is not among the first ``top`` candidates, -1 if position k has no target.
+        Column k - 1 has position k (from 1): 0 if its likeliest candidate for ``x_{t+1+k}`` is right, ``top`` if the
+        true token is not among the first ``top``, -1 without a target. Positions read the true tokens before their
+        target. That is exact, because a draft can only be accepted after accepted drafts.
         """
         draft_targets, batch = DraftTargets.of(batch, self.depth, self.base.device), batch.to(self.base.device)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
@@ -517,22 +474,20 @@ class DraftHead(nn.Module, Drafter):
     # Training the base (Medusa-2 only) -------------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
-
-        Only heads with ``trains_base`` implement this method.
-        """
+        """Create the base's adapters if there are none; ``now``: the next phase trains them. Only for
+        ``trains_base``."""
         raise NotImplementedError
 
     def tuned_decoders(self) -> list[nn.Module]:
-        """Return the decoders (the base without output head) whose layers have adapters; by default none."""
+        """Return the decoders (the base without output head) whose layers have adapters."""
         return []
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """Return the factor that multiplies the phase's learning rate for ``parameter``."""
+        """Return the factor of the phase's learning rate for ``parameter``."""
         return 1.0
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """Return the tensors to save in ``model.safetensors``: the head's weights, without the base's adapters."""
+        """Return the tensors of ``model.safetensors``, without the base's adapters."""
         return self.state_dict()
 
     def save_base(self, folder: Path) -> dict[str, Any]:

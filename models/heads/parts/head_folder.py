@@ -28,8 +28,7 @@ from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
 
-FORMAT = 2
-"""Version of ``config.json``."""
+FORMAT = 2  # version of ``config.json``
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TREES = "tree.json"
 CUSTOM_GENERATE = {
@@ -43,10 +42,8 @@ MAX_NODES, MAX_RANKS = 4096, 1 << 16
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a saved head: ``name`` itself, or the download of the Hub repository ``name``.
-
-    ``revision`` is a branch, tag or commit of the repository (None: its newest commit). Other names are rejected.
-    """
+    """Return the folder of a saved head: ``name`` itself, or the download of the Hub repository ``name``; reject other
+    names. ``revision`` is a branch, tag or commit of the repository (None: its newest commit)."""
     path = Path(name)
     if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
         raise UserError(f"{path} is the folder of a run, not of a head; give {path / 'head'}")
@@ -60,7 +57,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` in a saved head's folder, after a check of its keys, their types and its version."""
+    """Return a saved head's ``config.json``, after a check of its keys, their types and its version."""
     config = read_json(safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if not isinstance(config, dict) or not set(types) <= set(config):
@@ -81,11 +78,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
-    """Reject a head whose settings describe far more parameters than ``weights`` has, before memory is allocated.
-
-    ``described`` returns the number of parameters that the settings in ``config.json`` describe; ``weights`` are the
-    tensors of ``model.safetensors``.
-    """
+    """Reject a head whose settings describe far more parameters (``described()``) than ``weights`` has, before memory
+    is allocated."""
     stored = sum(tensor.numel() for tensor in weights.values())
     most = 2 * stored + EXTRA_PARAMETERS
     error = UserError(
@@ -104,7 +98,6 @@ def check_parameters(folder: Path, described: Callable[[], int], weights: dict[s
 
 
 def write_trees(folder: Path, drafter: Drafter) -> None:
-    """Write the drafter's trees and confidence threshold to ``tree.json``, unless ``drafter.tree`` is None."""
     if drafter.tree is None:
         return
     content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
@@ -114,10 +107,8 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
 
 
 def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write ``model.safetensors``, ``config.json`` and the files of ``CUSTOM_GENERATE`` into a head's folder.
-
-    ``config.json`` holds the entries of ``config``, the version of the format and the checksum of the weights.
-    """
+    """Write ``model.safetensors``, ``config.json`` (``config``, the format's version and the weights' checksum) and the
+    files of ``CUSTOM_GENERATE`` into a head's folder."""
     with disk_errors("the head", folder):
         with new_file(folder / "model.safetensors") as tmp_path:
             save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
@@ -127,14 +118,14 @@ def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write the code by which transformers finds the head (``CUSTOM_GENERATE``) into the existing ``folder``."""
+    """Write the files of ``CUSTOM_GENERATE`` into the existing ``folder``."""
     for name, text in CUSTOM_GENERATE.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_atomic(folder / name, text)
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
-    """Set the trees and confidence threshold of ``drafter`` from ``tree.json`` in ``folder``, if that file exists."""
+    """Set the trees and confidence threshold of ``drafter`` from ``tree.json``, if ``folder`` has one."""
     path = safe_join(folder, TREES)
     if not path.exists():
         return
@@ -162,7 +153,6 @@ def read_tree(path: Path, depth: int) -> TokenTree:
 
 
 def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
-    """Return the tree of ``content["choices"]``, a list of rank paths; errors name the file ``path``."""
     choices = content.get("choices") if isinstance(content, dict) else None
     if isinstance(choices, list) and len(choices) > MAX_NODES:
         raise UserError(f"{path} has {len(choices)} nodes, at most {MAX_NODES} are allowed; give a smaller tree")
@@ -183,10 +173,8 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """Return the tensors of ``model.safetensors``; reject non-finite numbers, and another sha256 than ``checksum``.
-
-    With ``checksum`` None (an older config has none), the sha256 is not compared.
-    """
+    """Return the tensors of ``model.safetensors``; reject non-finite numbers, and another sha256 than ``checksum``
+    (None: an older config has none)."""
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [file.name for file in folder.iterdir()])
@@ -202,7 +190,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def check_tensors(tensors: dict[str, Tensor], source: Path) -> None:
-    """Reject tensors of the file or folder ``source`` that are quantised, or hold numbers that are not finite."""
+    """Reject tensors of the file or folder ``source`` that are quantised or not finite."""
     for name, tensor in tensors.items():
         whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         if tensor.dtype not in FLOATS and not (whole and tensor.ndim < 2):
@@ -213,10 +201,7 @@ def check_tensors(tensors: dict[str, Tensor], source: Path) -> None:
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """Return the base's id of each draft id of a saved head, [W] int64; None if it drafts over the whole vocabulary.
-
-    ``config`` and ``weights`` are the results of ``read_head_config`` and ``read_weights`` for ``folder``.
-    """
+    """Return the base's id of each draft id of a saved head, [W] int64; None if it drafts over the whole vocabulary."""
     count = config["draft_vocab"]
     if count is None:
         return None
@@ -232,10 +217,7 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabulary", remedy: str = "") -> None:
-    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``).
-
-    Error messages begin with ``name`` and end with ``remedy``.
-    """
+    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``)."""
     if len(ids) == 0 or int(ids.max()) >= vocab_size or int(ids.min()) < 0:
         raise UserError(f"{name} must have ids in [0, {vocab_size}), got {ids.tolist()[:4]}...{remedy}")
     if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
@@ -259,7 +241,6 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseParts) -> None:
 
 
 def _described(identity: dict[str, Any]) -> str:
-    """Return a base's name and adapter, as messages show them, from its ``BaseParts.identity``."""
     recipe = identity.get("recipe")
     adapter = recipe.get("adapter") if isinstance(recipe, dict) else None
     return f"{identity.get('name')} {f'with the adapter {adapter}' if adapter else 'without an adapter'}"

@@ -30,18 +30,14 @@ from drafthead.models.token_tree import causal_mask
 
 
 class LayerCache(NodeCache, SessionPart):
-    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark).
-
-    The layers read committed tokens again, because the base's own states replace those that the head predicted.
-    """
+    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark). The layers
+    read committed tokens again, because the base's states replace those that the head predicted."""
 
     def __init__(
         self, layer: Layer, shape: CacheShape, rows: int, inputs: Callable[[HiddenStates], Tensor] | None = None
     ) -> None:
-        """``layer`` runs all attention layers of the head over their inputs [B, F, input width].
-
-        ``inputs`` returns these inputs at committed tokens; a subclass may override ``commit`` instead.
-        """
+        """``layer`` runs all attention layers over their inputs [B, F, I]. ``inputs`` returns these inputs at committed
+        tokens; a subclass may override ``commit`` instead."""
         super().__init__(rows)
         self._layer, self._shape, self._inputs = layer, shape, inputs
 
@@ -66,11 +62,8 @@ class LayerCache(NodeCache, SessionPart):
         return out
 
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
-
-        The cache does not keep the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: entry
-        [0, i, j] is true if position i attends to position j, which may be later.
-        """
+        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D]; store no keys and
+        values. ``seen`` [1, P, P] bool: [0, i, j] is true if position i attends to position j, which may be later."""
         self._catch_up()
         rows, count = x.shape[:2]
         self._reserve(count)
@@ -86,21 +79,16 @@ class LayerCache(NodeCache, SessionPart):
 
 class HeadSession(StepwiseSession):
     """State of a head for the rows being decoded: the base's last hidden state, and parts such as the head's caches.
+    Methods named ``draft_...`` compute in drafting what the head's method of a similar name computes in training."""
 
-    The decoder calls ``commit`` with the tokens that it has committed, and ``StepwiseSession.draft``. That calls
-    ``start``, and ``expand`` for every level of the tree. Methods named ``draft_...`` compute in drafting what the
-    head's method of a similar name computes in training.
-    """
-
-    drafter: DraftHead
-    """The trained head. ``StepwiseSession`` reads its ``depth``, ``vocab_size`` and ``d2t``."""
+    drafter: DraftHead  # the trained head
     context: LayerCache  # of heads with attention layers
 
     def __init__(self, head: DraftHead, rows: int, *parts: SessionPart) -> None:
         self.drafter, self.lengths = head, [0] * rows
         self.inference_head = head.inference()
-        """The head's inference copy, which all computations use. Its linear layers are packed copies. It shares its
-        other weights with the trained head, and also ``packed``, where such copies are stored (``PackedCopies``)."""
+        """The head's inference copy, which all computations use. It shares ``packed``, where packed copies of weights
+        are stored, with the trained head."""
         self.hidden: Tensor = head.target_lm_head.weight.new_zeros(rows, head.base.hidden_size)
         """[B, D] the base's final hidden state at the last token that it has read; zeros in an empty row."""
         induction = self.inference_head.induction
@@ -137,7 +125,7 @@ class HeadSession(StepwiseSession):
             part.rollback(lengths)
 
     def draft_hidden(self) -> Tensor:
-        """Return the hidden state [B, D] from which the head drafts in each row; by default the base's last one."""
+        """Return the state [B, D] from which the head drafts in each row."""
         return self.hidden
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
@@ -147,17 +135,13 @@ class HeadSession(StepwiseSession):
             self.copied.start(sinks.to(self.inference_head.dtype))
 
     def draft_sinks(self) -> Tensor | None:
-        """Return the states from which the induction head decides whether to copy, for each tree level: [B, levels, D].
-
-        With [B, 1, D], all levels share one state. With None, ``level`` passes them to ``copied.start`` later.
-        """
+        """Return the states from which the induction head decides whether to copy: [B, levels, D], or [B, 1, D] for all
+        levels. With None, ``level`` passes them to ``copied.start`` later."""
         return self.hidden[:, None]
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare the levels of a new tree after ``last_token`` [B].
-
-        A head that does not read its drafts computes all levels here, in one pass.
-        """
+        """Start a tree after ``last_token`` [B]; compute all levels in one pass if the head does not read its
+        drafts."""
         head, depth = self.inference_head, draft_config.depth
         hidden = self.draft_hidden().to(head.dtype)
         if head.reads_drafts:
@@ -171,11 +155,9 @@ class HeadSession(StepwiseSession):
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D].
-
-        ``hidden`` [B, D] is ``draft_hidden()``. Sessions of heads that attend but do not read their drafts define this
-        method. It is called instead of the head's ``all_inputs``, which cannot attend to the session's ``context``.
-        """
+        """Return the inputs of the projections of ``depth`` = K draft positions, [B, K, D], from ``draft_hidden()``
+        [B, D]. Heads that attend but do not read drafts need it, because ``all_inputs`` cannot attend to
+        ``context``."""
         raise NotImplementedError
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -193,11 +175,8 @@ class HeadSession(StepwiseSession):
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
-
-        If the head does not read its drafts, all nodes of a level share one distribution, and the results have F = 1.
-        ``expand`` adds a Markov correction and an induction head.
-        """
+        """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W], without
+        optional parts. If the head does not read its drafts, all nodes of a level share one distribution, and F = 1."""
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
 
@@ -215,11 +194,8 @@ class HeadSession(StepwiseSession):
         return x, logits
 
     def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
-        """Return the logits [..., W] of draft position k (from 0) from its projection's inputs ``x`` [..., D].
-
-        With k None, return those of positions 0 to K - 1 from ``x`` [B, K, D]. If the head has a Markov correction or
-        an induction head, the logits are without scale and soft-cap, which ``expand`` applies.
-        """
+        """Return the logits [..., W] of draft position k (from 0) from ``x`` [..., D]; with k None, of positions 0 to K
+        - 1 from [B, K, D]. With a Markov correction or an induction head, ``expand`` applies scale and soft-cap."""
         return self.inference_head.projections.logits(x, k)
 
     def confidence(self) -> Tensor:

@@ -35,23 +35,21 @@ SINK = 10.0
 BOOST = 8.0
 """Initial increase of the logit of a copied token."""
 INITIAL_ROOM = 256
-"""A full cache is enlarged to twice its number of tokens plus this number of positions."""
+"""A full cache is enlarged to twice its tokens plus this number."""
 LAST, BEFORE, COPIED = range(3)
 """Indices of a token's three codes: as the last token of a path, as the token before it, and as the copied token."""
 
 
 class InductionHead(nn.Module):
-    """Attention from a path's last two tokens to all pairs of neighbours in the context; copies the token after a pair.
-
-    A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight.
-    """
+    """Attention from a path's last two tokens to all pairs of neighbours in the context. The output is the average
+    code, a vector of r numbers, of the tokens after the pairs, by attention weight."""
 
     def __init__(self, base: BaseParts, rank: int) -> None:
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
         self.table: Tensor | None = None
-        """[V, 3, r]: ``codes`` of all token ids (LAST, BEFORE, COPIED), made once in an inference copy; else None."""
+        """[V, 3, r]: ``codes`` of all token ids, only in an inference copy."""
         self.codes_proj = nn.Linear(width, 3 * rank, device=device)
         self.sink = nn.Linear(width, 1, device=device)
         self.sharpness = nn.Parameter(torch.tensor(SHARPNESS, device=device))
@@ -64,7 +62,7 @@ class InductionHead(nn.Module):
             nn.init.constant_(self.sink.bias, SINK)
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy that looks codes up in ``table``; ``dtype`` is ignored."""
+        """Return a copy that looks codes up in ``table``."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -72,23 +70,20 @@ class InductionHead(nn.Module):
         return twin
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the base's embeddings of ``tokens``, each scaled to RMS 1: [...] -> [..., D]."""
+        """Return embeddings scaled to RMS 1: [...] -> [..., D]."""
         embedded = F.embedding(tokens, self._embedding[0]).to(self.sharpness.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Return the code vectors of each token for three uses: LAST, BEFORE and COPIED: [...] -> [..., 3, r]."""
+        """Return the LAST, BEFORE and COPIED codes of tokens: [...] -> [..., 3, r]."""
         if self.table is not None:
             return self.table[tokens]
         return F.rms_norm(self.codes_proj(self._embed(tokens)).unflatten(-1, (3, -1)), (self.rank,))
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens.
-
-        ``d2t`` [W] has the base's ids of the draft tokens. The weight is divided by ``scale``, by which the base's
-        logits, and so the projection's outputs, are multiplied later.
-        """
+        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens ``d2t``
+        [W]. The weight is divided by ``scale``, by which the logits are multiplied later."""
         return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
 
     def forward(
@@ -116,10 +111,8 @@ class InductionHead(nn.Module):
         return weights @ context[1:, COPIED]
 
     def at_anchors(self, batch: TrainBatch, states: Tensor, draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes at all draft positions of all anchors, [K, A, r].
-
-        The sink's score is computed from ``states`` [K, A, D], or [1, A, D] if all draft positions share the states.
-        """
+        """Return the copied codes at all draft positions of all anchors, [K, A, r]. The sink's score comes from
+        ``states`` [K or 1, A, D]."""
         codes, after = self.codes(batch.input_ids.flatten()), draft_targets.last_read
         last, before = codes[:, LAST][after], codes[:, BEFORE][after - 1]
         states, paired = states.nan_to_num().to(self.sharpness.dtype), batch.position_ids.flatten() > 1
@@ -150,7 +143,6 @@ class InductionContext(SessionPart):
     """
 
     def __init__(self, head: InductionHead, rows: int) -> None:
-        """``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
         self._keys = self._values = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
         self._before = head.sharpness.new_zeros(rows, 1, head.rank)
@@ -197,10 +189,8 @@ class InductionContext(SessionPart):
             self._before = self._head.codes(last)[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
-        """Start a tree. The sink's score on tree level i (from 0) is computed from ``states[:, i]`` of [B, n, D].
-
-        Levels from n on use the last state.
-        """
+        """Start a tree whose level i (from 0) has the sink's score of ``states[:, i]`` ([B, n, D]); later levels use
+        the last one."""
         self._sinks, self._above, self._level = self._head.sink(states), self._before, 0
         self._mask: Tensor | None = None
         if len(self._lengths) > 1:
@@ -209,10 +199,8 @@ class InductionContext(SessionPart):
             self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
-
-        ``parents`` [B, F] int64 is the index of each node's parent on the level above; 0 for the root.
-        """
+        """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r]. ``parents`` [B, F]
+        int64 are indices on the level above; 0 for the root."""
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
         sink = self._sinks[:, level, None].expand(-1, tokens.shape[1], -1)

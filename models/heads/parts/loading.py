@@ -27,7 +27,7 @@ from drafthead.settings.schema import check
 
 PACKAGE = "drafthead.models.heads"
 RANDOM_LIMIT = 20_000_000
-"""Largest number of parameters of a random base that a head names: no file bounds it, and only tests need one."""
+"""Largest number of parameters of a random base that a head names; no file bounds it."""
 
 
 def load_base(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseModel:
@@ -71,11 +71,8 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head and its base onto ``device``; see :func:`load_head`.
-
-    If ``base`` names no base, the base that the head was trained for is loaded, and settings saved with the head
-    replace defaults.
-    """
+    """Load a head and its base onto ``device``. If ``base`` names no base, load the base that the head was trained for;
+    settings saved with the head then replace defaults."""
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()
@@ -86,11 +83,8 @@ def load_base_and_head(
 
 
 def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
-    """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults.
-
-    Saved settings only locate the base and switch its reasoning, so a downloaded config cannot turn on
-    trust_remote_code. A random base is rejected above ``RANDOM_LIMIT``.
-    """
+    """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults. They only locate the
+    base and switch its reasoning, so a downloaded config cannot turn on trust_remote_code."""
     if not isinstance(recipe, dict):
         raise UserError(f"{folder}/config.json has a base.recipe of type {type(recipe).__name__}; copy the head again")
     saved_settings = {k: v for k, v in recipe.items() if k in SAVED_KEYS}
@@ -114,7 +108,7 @@ def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
 
 
 def _attached(folder: Path, base: BaseParts) -> DraftHead:
-    """Return the head in a folder in evaluation mode; reject missing, damaged or unsafe files, and another base."""
+    """Return the head in a folder in evaluation mode; reject bad files, and another base."""
     config = read_head_config(folder)
     check_base(folder, config["base"], base)
     weights = read_weights(folder, config.get("weights_sha256"))
@@ -141,12 +135,10 @@ def _attached(folder: Path, base: BaseParts) -> DraftHead:
 
 
 def head_types() -> list[str]:
-    """Return the names of the modules in ``models/heads/``, such as ``medusa``."""
     return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of a head type, such as ``medusa``."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")
@@ -156,7 +148,7 @@ def config_class(head_type: str) -> type[DraftHeadConfig]:
 
 
 def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Return the config that a head's settings, ``{head_type: medusa, num_draft_tokens: 3, ...}``, describe."""
+    """Return the config of a head's settings, ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
     settings = {**node}
     kind = config_class(str(settings.pop("head_type", "")))
     known = [field.name for field in fields(kind)]

@@ -1,9 +1,9 @@
 """Losses of draft heads, computed in chunks so that a [tokens, vocabulary] matrix never exists as a whole.
 
-At each target, q is the head's distribution and p the base's, both over the draft vocabulary. p is renormalised over
-that vocabulary, because computing the base's mass outside it would cost its whole projection. ``alpha = sum_v min(p_v,
-q_v)`` is the probability that speculative sampling would accept the draft if the base, too, were limited to the draft
-vocabulary. alpha is therefore an upper bound of the true acceptance rate. q = p maximises both.
+At each target, q is the head's distribution and p the base's, renormalised over the draft vocabulary, because the
+base's mass outside it would cost the whole projection. ``alpha = sum_v min(p_v, q_v)`` is the probability that
+speculative sampling would accept the draft if the base, too, were limited to the draft vocabulary. alpha is therefore
+an upper bound of the true acceptance rate.
 
 Shape legend: K draft positions, A anchors, n targets, c targets of a chunk, D width, W draft vocabulary.
 """
@@ -46,10 +46,8 @@ memory is about three such matrices."""
 
 @settings(kw_only=True)
 class LossConfig:
-    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens.
-
-    k counts the draft positions, and ``decay`` or ``depth_weights`` gives their weights w_k.
-    """
+    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens. k counts the draft
+    positions, and ``decay`` or ``depth_weights`` gives their weights w_k."""
 
     ce: NonNegativeFloat = 1.0
     """Weight of the cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
@@ -92,25 +90,21 @@ class LossConfig:
 
     @property
     def paced(self) -> bool:
-        """True if D-PACE weighs each target; explicit ``depth_weights`` replace it."""
         return self.decay == DPACE and self.depth_weights is None
 
     @property
     def reads_alpha(self) -> bool:
-        """True if a term of the loss other than ``confidence`` needs alpha, the probability of acceptance."""
+        """True if a term other than ``confidence`` needs alpha, the probability of acceptance."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
     def needs_target_probs(self) -> bool:
-        """True if a term of the loss other than ``confidence`` needs the base's distribution p."""
+        """True if a term other than ``confidence`` needs the base's distribution p."""
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """Return the weight of each of ``depth`` draft positions; with D-PACE 1.0 each, because it weighs every target.
-
-        Raises:
-            UserError: ``depth_weights`` has another number of weights.
-        """
+        """Return the weight of each of ``depth`` draft positions, 1.0 with D-PACE, which weighs every target. Reject
+        another number of ``depth_weights``."""
         if self.depth_weights is None:
             # D-PACE's own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
@@ -124,15 +118,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's probabilities of the draft vocabulary, renormalised, at c target tokens.
+    """The base's probabilities of the draft vocabulary, renormalised, at c targets; equal for all draft positions."""
 
-    They are the same for all draft positions.
-    """
-
-    probs: Tensor
-    """[c, W] probabilities p of W draft tokens, float32 or wider; rows sum to 1."""
-    negative_entropy: Tensor
-    """[c] sum of p log p over the draft vocabulary."""
+    probs: Tensor  # [c, W] probabilities p of the draft tokens, float32 or wider; rows sum to 1
+    negative_entropy: Tensor  # [c] sum of p log p over the draft vocabulary
 
     @staticmethod
     def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
@@ -165,7 +154,7 @@ class LossChunk:
             head: the projection that gave ``product``.
             product: [c, W] logits before scale and soft-cap.
             ids: [c] int64 draft ids of the targets, -1 for targets outside the draft vocabulary.
-            valid: [c] bool: True if this draft position is trained on the target; False excludes the target.
+            valid: [c] bool: False excludes the target.
         """
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
@@ -183,7 +172,7 @@ class LossChunk:
         self.weights, self.ce_weights = self.weights * factors, self.ce_weights * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
-        """Return the chunk's sums for metrics, in the order of ``STATS``; without ``target``, ``overlap`` is nan."""
+        """Return the sums of ``STATS``; without ``target``, ``overlap`` is nan."""
         hits = (self.target_logits >= self.max_logits) * self.ce_weights
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:
@@ -195,18 +184,11 @@ class LossChunk:
     def loss_and_gradient(
         self, target: TargetDistribution | None, config: LossConfig, confidence: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the summed loss without the position's weight, and its gradients.
+        """Return the summed loss without the position's weight, its gradient by ``product`` ([c, W], in the logits'
+        dtype), and its gradient by the logits ``confidence`` [c] of a confidence head, whose label is alpha.
 
-        Call this method once, after ``stats``, because it overwrites values that ``stats`` reads.
-
-        Args:
-            target: the base's distribution; None if no term needs it.
-            config: weights of the terms.
-            confidence: [c] logits of a confidence head; their cross-entropy with the label alpha is added to the loss.
-
-        Returns:
-            The loss, its gradient by ``product`` ([c, W], in the logits' dtype), and its gradient by ``confidence``
-            ([c], or None without it).
+        Call this method once, after ``stats``, because it overwrites values that ``stats`` reads. ``target`` may be
+        None if no term needs it.
         """
         on_onehot = config.ce * self.ce_weights
         loss = (on_onehot * (self.lse - self.target_logits)).sum()
@@ -276,7 +258,6 @@ class LossChunk:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return ``values`` in float32; float64 values are returned unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -289,39 +270,29 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 class Labels:
     """Labels of the K draft positions at n targets."""
 
-    ids: Tensor
-    """[n] int64 draft id of each target, -1 for a token outside the draft vocabulary."""
-    valid: Tensor
-    """[K, n] bool: position k is trained and measured on this target."""
-    weights: Tensor | None = None
-    """[K, n] float weight of each prediction in the loss; None: all 1."""
+    ids: Tensor  # [n] int64 draft id of each target, -1 for a token outside the draft vocabulary
+    valid: Tensor  # [K, n] bool: position k is trained and measured on this target
+    weights: Tensor | None = None  # [K, n] float weight of each prediction in the loss; None: all 1
     anchor_idx: Tensor | None = None
-    """[K, n] int64 index of the anchor that predicts each target, among the A anchors of the projections' inputs; None:
-    anchor i predicts target i."""
-    target_hidden: Tensor | None
-    """[n, D] the base's final hidden state one token before each target, which gives the base's distribution p of the
-    target; None if no term of the loss needs p."""
-    target_lm_head: LMHead | None
-    """The base's output head over the draft vocabulary; None if no term needs the base's distribution p."""
+    """[K, n] int64 index, in the projections' inputs, of the anchor that predicts each target; None: anchor i predicts
+    target i."""
+    target_hidden: Tensor | None  # [n, D] the base's final state one token before each target; None if not needed
+    target_lm_head: LMHead | None  # the base's output head over the draft vocabulary; None if not needed
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
-        """Return the base's distribution at the slice ``rows`` of the targets; None if these labels cannot give it."""
+        """Return the base's distribution at some targets; None if these labels cannot give it."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
         return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
 
     def anchors(self) -> Tensor:
-        """Return ``anchor_idx``, also if it is None."""
         if self.anchor_idx is not None:
             return self.anchor_idx
         return torch.arange(self.valid.shape[1], device=self.valid.device).expand_as(self.valid)
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Return the number of targets per chunk, at least 64; ``vocabulary`` is the number of logits per target.
-
-    ``device`` is a device type such as ``cpu``.
-    """
+    """Return the number of targets per chunk, at least 64, for ``vocabulary`` logits each and a device type."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
@@ -373,10 +344,8 @@ def heads_loss(
 
 @torch.no_grad()
 def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
-    """Return the head's probability of each target at each draft position, [K, n]; see ``heads_loss``.
-
-    It is 0 for invalid targets and for targets outside the draft vocabulary.
-    """
+    """Return the head's probability of each target at each draft position, [K, n]: 0 for invalid targets and for
+    targets outside the draft vocabulary."""
     probs, anchors = torch.zeros(labels.valid.shape, device=hidden.device), labels.anchors()
     for start in range(0, probs.shape[1], rows):
         span = slice(start, start + rows)
@@ -481,11 +450,8 @@ has no cross-entropy."""
 
 
 def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
-    """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
-
-    For each position k (from 1): ``loss_k``, the mean cross-entropy; ``accept_k``, the share of targets that are the
-    head's likeliest token; and, except in training, ``overlap_k``, the mean acceptance alpha = sum_v min(p_v, q_v).
-    """
+    """Return the loss with metrics per draft position k (from 1): ``loss_k``, the mean cross-entropy; ``accept_k``, the
+    share of targets that are the head's likeliest token; and, except in training, ``overlap_k``, the mean alpha."""
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     metrics = {
         f"{name}_{k + 1}": torch.stack([column[total][k], column[count][k]])

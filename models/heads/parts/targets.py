@@ -1,8 +1,8 @@
 """Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
-An anchor is a position t of the text from whose ``h_t`` a head drafts. The target of draft position k at that anchor
-is ``x_{t+1+k}``, with k from 1. Heads compute anchor by anchor. Only the loss goes through the targets, because the
-base's distribution at a target is computed once for all draft positions.
+An anchor is a position t of the context from whose ``h_t`` a head drafts. The target of draft position k (from 1) at
+that anchor is ``x_{t+1+k}``. Heads compute anchor by anchor; the loss goes through the targets, because the base's
+distribution at a target is computed once for all draft positions.
 
 Shape legend: B batch, T time, N = B * T tokens, A anchors, K draft positions, n targets, D width, V target vocabulary.
 """
@@ -26,30 +26,21 @@ class DraftTargets:
     target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``. The anchors are 0 and 1.
     """
 
-    anchors: Tensor
-    """[A] int64 flat index of each anchor, ascending."""
-    target_idx: Tensor
-    """[n] int64 flat index of each target, ascending."""
-    valid: Tensor
-    """[K, n] bool: entry [k - 1, i] is True if draft position k (from 1) is trained on target i."""
-    anchor_idx: Tensor
-    """[K, n] int64 index in ``anchors`` of the anchor of each prediction; arbitrary where ``valid`` is false."""
-    mask: PackedMask
-    """Keys that each of the N tokens attends to."""
-    seen: PackedMask
-    """Keys that each anchor attends to."""
-    weights: Tensor | None = None
-    """[K, n] float weight of each prediction; None: all 1."""
+    anchors: Tensor  # [A] int64 flat index of each anchor, ascending
+    target_idx: Tensor  # [n] int64 flat index of each target, ascending
+    valid: Tensor  # [K, n] bool: [k - 1, i] is True if draft position k (from 1) is trained on target i
+    anchor_idx: Tensor  # [K, n] int64 index in ``anchors`` for each prediction; arbitrary where ``valid`` is false
+    mask: PackedMask  # keys that each of the N tokens attends to
+    seen: PackedMask  # keys that each anchor attends to
+    weights: Tensor | None = None  # [K, n] float weight of each prediction; None: all 1
 
     @classmethod
     def of(
         cls, batch: TrainBatch, depth: int, device: torch.device | str | None = None, most: int | None = None
     ) -> "DraftTargets":
-        """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
-
-        The batch is in host memory, and the result on ``device`` (None: there, too). ``most``: use at most this many
-        anchors, drawn at random.
-        """
+        """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on. The
+        batch is in host memory, and the result on ``device`` (None: there, too). ``most`` limits the anchors, which are
+        drawn at random."""
         device = batch.input_ids.device if device is None else torch.device(device)
         by_anchor = torch.stack([batch.next_tokens(k)[1] for k in range(1, depth + 1)]).flatten(1)
         used = by_anchor.any(0)
@@ -72,11 +63,8 @@ class DraftTargets:
         return cls(**moved, mask=mask, seen=mask.at(anchors.cpu()))
 
     def weighted(self, weights: Tensor, one_prediction: bool) -> "DraftTargets":
-        """Return these targets with the ``weights`` of a batch, [B, T, K]; predictions of weight 0 become invalid.
-
-        So do those of draft positions that ``weights`` lacks. ``one_prediction``: all draft positions predict a token
-        by equal logits, and the weight of a token is its largest one at any draft position.
-        """
+        """Return these targets with the ``weights`` [B, T, K] of a batch; predictions without a weight above 0 become
+        invalid. ``one_prediction``: a token has equal logits at all draft positions, so its largest weight counts."""
         depth, weights = len(self.valid), weights.flatten(0, 1)[self.target_idx].t()
         weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
         weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
@@ -89,10 +77,8 @@ class DraftTargets:
         return (self.anchors + offsets[:, None]).clamp_(max=self.mask.tokens - 1)
 
     def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
-        """Return the labels for the loss, with the base's final state at the position before each target.
-
-        ``t2d`` [V] maps the base's ids to draft ids, -1 for ids outside the draft vocabulary.
-        """
+        """Return the labels for the loss. ``t2d`` [V] maps the base's ids to draft ids, -1 for ids outside the draft
+        vocabulary."""
         return Labels(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
@@ -104,14 +90,8 @@ class DraftTargets:
 
 
 def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tensor:
-    """Return the rank of each target: the number of likelier draft tokens, at most ``top``, [n] int64.
-
-    Args:
-        hidden: [n, D] inputs of ``head``.
-        head: the projection to the draft vocabulary.
-        target_ids: [n] int64 draft ids of the targets; -1 (outside the draft vocabulary) has the rank ``top``.
-        top: largest rank; tokens of higher rank get it, too.
-    """
+    """Return the rank of each target [n] int64: the number of likelier draft tokens, at most ``top``. ``hidden`` [n, D]
+    are the inputs of ``head``. ``target_ids`` [n] int64 are draft ids; -1 (outside the vocabulary) gets ``top``."""
     ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
     for start in range(0, len(target_ids), size):
@@ -123,7 +103,7 @@ def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tenso
 
 
 def has_next(documents: Tensor) -> Tensor:
-    """Return a mask [B, T] bool: True for tokens that are followed by another token of the same document."""
+    """Return a mask [B, T] bool of the tokens that another token of the same document follows."""
     followed = torch.zeros_like(documents, dtype=torch.bool)
     followed[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
     return followed
