@@ -14,36 +14,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-NO_DOCUMENT = -1
-"""Document id of padding."""
+NO_DOCUMENT = -1  # document id of padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """B rows of T tokens, each with one or several documents: runs of equal ``document_ids``.
+    """B rows of T tokens, each with one or several documents: runs of equal ``document_ids``. Batches stay in host
+    memory, where indices are computed without waiting for a device. What reads their tokens on the device moves them
+    itself."""
 
-    Batches stay in host memory, where indices are computed without waiting for a device. What reads their tokens on the
-    device moves them itself.
-    """
-
-    input_ids: Tensor
-    """[B, T] int64."""
-    position_ids: Tensor
-    """[B, T] int64, from 0 in every document."""
-    document_ids: Tensor
-    """[B, T] int64, ``NO_DOCUMENT`` on padding."""
-    loss_mask: Tensor
-    """[B, T] bool: True for tokens that may be targets."""
-    weights: Tensor | None = None
-    """[B, T, K] float >= 0. Index k - 1 of the last axis has each token's weight in the loss as a target of draft
-    position k. A weight of 0 leaves the target out; None means weight 1 everywhere."""
+    input_ids: Tensor  # [B, T] int64
+    position_ids: Tensor  # [B, T] int64, from 0 in every document
+    document_ids: Tensor  # [B, T] int64, ``NO_DOCUMENT`` on padding
+    loss_mask: Tensor  # [B, T] bool: True for tokens that may be targets
+    weights: Tensor | None = None  # [B, T, K] float >= 0; [..., k - 1] as a target of draft position k; None: 1
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
-        """Return a batch of one row: the token ids of ``documents``, then ``padding`` padding tokens.
-
-        In every document, the tokens from position ``trained_from`` (from 0) on may be targets.
-        """
+        """Return a batch of one row: the token ids of ``documents``, then ``padding`` padding tokens. In every
+        document, the tokens from position ``trained_from`` (from 0) on may be targets."""
         positions = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
         return cls(
             input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
@@ -53,12 +42,9 @@ class TrainBatch:
         )
 
     def next_tokens(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the target of draft position ``k`` (from 1) at every position t; k = 0: the base's own next token.
-
-        Returns:
-            tokens: [B, T] int64, ``x_{t+1+k}``, or 0 past the row's end.
-            valid: [B, T] bool, True if tokens t to t+1+k are in one document and ``x_{t+1+k}`` may be a target.
-        """
+        """Return the target of draft position ``k`` (from 1; 0 is the base's own next token) at every position t. The
+        first tensor, [B, T] int64, has ``x_{t+1+k}``, or 0 past the row's end. The second, [B, T] bool, is True if
+        tokens t to t+1+k are in one document and ``x_{t+1+k}`` may be a target."""
         shift = k + 1
         tokens = torch.zeros_like(self.input_ids)
         valid = torch.zeros_like(self.loss_mask)
@@ -70,8 +56,7 @@ class TrainBatch:
             valid[:, :-shift] = same & self.loss_mask[:, shift:]
         return tokens, valid
 
-    def to(self, device: torch.device | str) -> "TrainBatch":
-        """Return a copy of the batch on ``device``, without waiting until it is complete."""
+    def to(self, device: torch.device | str) -> "TrainBatch":  # without waiting for the copy
         return TrainBatch(**{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if v is not None})
 
 
@@ -79,18 +64,15 @@ class TrainBatch:
 class HiddenStatesSpec:
     """Choice of the base's hidden states that a head reads in addition to the final one."""
 
-    layers: tuple[int, ...] = ()
-    """Layers whose outputs are concatenated on the last axis; 1 is the first layer, 0 the embedding."""
+    layers: tuple[int, ...] = ()  # their outputs are concatenated on the last axis; 1: first layer, 0: embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
     """Hidden states of the frozen base for a batch, without gradients."""
 
-    final: Tensor
-    """[B, T, D], after the final norm."""
-    layers: Tensor | None = None
-    """[B, T, D * L]: the outputs of the L layers in ``HiddenStatesSpec.layers``, or None if it is empty."""
+    final: Tensor  # [B, T, D], after the final norm
+    layers: Tensor | None = None  # [B, T, D * L]: outputs of the L layers in ``HiddenStatesSpec.layers``, if any
 
     @classmethod
     def split(cls, values: Tensor, width: int) -> "HiddenStates":
@@ -130,8 +112,7 @@ class Ratio:
         return Ratio(self.num + other.num, self.den + other.den)
 
     @property
-    def value(self) -> float:
-        """``num / den``, or nan if nothing was counted."""
+    def value(self) -> float:  # nan if nothing was counted
         return self.num / self.den if self.den else float("nan")
 
 
@@ -139,14 +120,10 @@ class Ratio:
 class LossOutput:
     """A head's loss on a micro-batch, as sums without averaging."""
 
-    loss_sum: Tensor
-    """Scalar float32: loss summed over trained tokens, to be divided by the sum of all ``tokens`` of a step."""
-    tokens: Tensor
-    """Scalar int64: the largest number of trained tokens at any one draft position, usually the first."""
-    sums: Tensor
-    """[len(names), 2] float64: numerators and denominators of the metrics ``names``, still on the device."""
+    loss_sum: Tensor  # scalar float32, over trained tokens; to be divided by the sum of all ``tokens`` of a step
+    tokens: Tensor  # scalar int64: largest number of trained tokens at any one draft position, usually the first
+    sums: Tensor  # [len(names), 2] float64: numerators and denominators of the metrics, still on the device
     names: tuple[str, ...]
 
-    def ratios(self) -> dict[str, Ratio]:
-        """Return the metrics by name, on the host; waits for the device."""
+    def ratios(self) -> dict[str, Ratio]:  # by name, on the host; waits for the device
         return {n: Ratio(num, den) for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}

@@ -1,15 +1,14 @@
 """A draft head that learns while it answers (Online Speculative Decoding, 2310.07177).
 
-``Recorder`` wraps the head. It compares the drafts with the committed tokens to find rejected drafts. It also stores
-the base's hidden states, which decoding computes anyway. Therefore the base needs no second pass: its LM head turns
-these states into the target's distributions. ``OnlineLearner`` updates the head every few answers on the rejected
-positions. Weights change only between answers, and every answer starts with new caches. The output stays exact, because
-a proposal carries the distributions from which its drafts were drawn.
+``Recorder`` wraps the head. It compares the drafts with the committed tokens to find rejected drafts, and stores the
+base's hidden states. The base's LM head turns these states into the target's distributions, so no second pass is
+needed. ``OnlineLearner`` updates the head every few answers on the rejected positions. Weights change only between
+answers, and every answer starts with new caches. The output stays exact, because a proposal carries the distributions
+from which its drafts were drawn.
 
-Differences from the reference code: the reference trains one position later, also counts the bonus token after full
-acceptance as rejected, and supports only independent draft models. Our optimiser clips gradients.
-
-Shape legend: T tokens of a commit, n tokens of an answer with its prompt.
+The reference code trains one position later, also counts the bonus token after full acceptance as rejected, supports
+only independent draft models, and does not clip gradients. Shapes: T tokens of a commit, n tokens of an answer with its
+prompt.
 """
 
 from collections import deque
@@ -42,14 +41,13 @@ from drafthead.train.trainer.checkpoint import capture_rng, load_latest, restore
 from drafthead.train.trainer.optim import OptimConfig, head_optimizers
 from drafthead.train.trainer.step import train_step
 
-OBJECTIVES = {
+OBJECTIVES = {  # by ``OnlineConfig.objective``; the code of Online Speculative Decoding calls ``kl_mixture`` JSD
     "ce": LossConfig(ce=1.0, decay=1.0),
     "kl": LossConfig(ce=0.0, kl=1.0, decay=1.0),
     "reverse_kl": LossConfig(ce=0.0, reverse_kl=1.0, decay=1.0),
     "jsd": LossConfig(ce=0.0, jsd=1.0, decay=1.0),
     "kl_mixture": LossConfig(ce=0.0, kl=0.9, reverse_kl=0.1, decay=1.0),
 }
-"""Loss of each ``OnlineConfig.objective``. The code of Online Speculative Decoding calls our ``kl_mixture`` JSD."""
 
 
 @settings(kw_only=True)
@@ -81,11 +79,8 @@ class OnlineExample:
     """A finished answer as training data."""
 
     text: Answer
-    hidden: HiddenStates
-    """The base's hidden states [1, n, ...] at the n tokens of prompt and answer, without a gradient; those of the last
-    token may be zeros."""
-    rejected: list[tuple[int, int]]
-    """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
+    hidden: HiddenStates  # [1, n, ...] at all tokens, without a gradient; those of the last token may be zeros
+    rejected: list[tuple[int, int]]  # (index in ``text.ids``, draft position from 1) of each token that was not drafted
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
         """Return the answer as one row; with ``positions`` "rejected", all tokens but rejected ones have weight 0."""
@@ -117,8 +112,7 @@ class Recorder(Drafter):
     def cache_slots(self, draft_config: DraftConfig) -> int:
         return self.head.cache_slots(draft_config)
 
-    def example(self, tokens: list[int]) -> OnlineExample:
-        """Return the latest answer as training data. ``tokens`` are the ids of its prompt and answer."""
+    def example(self, tokens: list[int]) -> OnlineExample:  # ``tokens`` of prompt and answer
         hidden = self.session.hidden
         failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in self.session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
@@ -132,8 +126,7 @@ class RecorderSession(Session):
 
     def __init__(self, inner: Session) -> None:
         self._inner = inner
-        self.hidden: list[HiddenStates] = []
-        """The base's hidden states [1, T, ...] at the T tokens of each commit; the first commit is the prompt."""
+        self.hidden: list[HiddenStates] = []  # [1, T, ...] at the tokens of each commit; the first one is the prompt
         self.steps: list[tuple[Proposal, int, int]] = []
         """For each step: the proposal, the number of tokens committed before the step, and of those committed in it.
         The host reads the proposals after the answer has ended, so that no step waits for the device."""
@@ -174,11 +167,9 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
     """Return where a step left the drafted tree: (index, draft position, drafts) of the first undrafted token, or None.
-
     ``index`` counts the tokens of prompt and answer, and the draft position counts from 1. ``length`` is the root's
     index, and ``accepted`` are the ids committed after it, maybe from another drafter's tree. Example: the root has
-    drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2, (c,)).
-    """
+    drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2, (c,))."""
     tokens, parents = torch.stack([proposal.tokens[0], proposal.shape.parents[0]]).tolist()
     node, depth = 0, 0
     while True:
@@ -270,10 +261,8 @@ class OnlineLearner:
 
     def save(self, folder: Path, made_by: dict[str, Any]) -> None:
         """Save a checkpoint with weights, optimiser moments, random states and times. Call it after an update.
-
         ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. A resumed run generates
-        the answers after its latest checkpoint again.
-        """
+        the answers after its latest checkpoint again."""
         progress = {"answered": self.answered, "updates": self.updates, "seconds": [self.decode_s, self.update_s]}
         states = full_state_dict(self.head, self.optimizers)
         save_checkpoint(folder, self.answered, progress, *states, rng=[capture_rng()], manifests={"stream": made_by})
@@ -301,10 +290,8 @@ class OnlineLearner:
 
 
 def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
-    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
-
-    The head reads the finished answer once; nothing is decoded. ``hidden`` are the base's states at its tokens.
-    """
+    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example. The
+    head reads the finished answer once; nothing is decoded. ``hidden`` are the base's states at its tokens."""
     batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
     if not document_ranks:
@@ -319,9 +306,7 @@ def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenState
 
 def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
-
-    ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length.
-    """
+    ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length."""
     rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
     while t < len(ranks):

@@ -30,8 +30,7 @@ from drafthead.train.tracking.tracker import TrackerConfig
 from drafthead.train.trainer.loss_spikes import LossSpikeConfig
 from drafthead.train.trainer.optim import OptimConfig
 
-Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push"]
-"""Stages of a run, in order. ``train/pipeline.py`` has a function for each, of the same name."""
+Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push"]  # in order; functions of pipeline.py
 
 
 @settings(kw_only=True)
@@ -82,12 +81,10 @@ class PhaseConfig:
         if self.grad_accum_steps is not None:
             self.rows_per_step = None
 
-    def rows(self, processes: int) -> int:
-        """Return the number of rows of one optimiser step, summed over ``processes`` processes."""
+    def rows(self, processes: int) -> int:  # per optimiser step, over all processes
         return self.rows_per_step or self.micro_batch_size * (self.grad_accum_steps or 1) * processes
 
-    def micro_batches(self, processes: int, rows: int) -> int:
-        """Return the number of micro-batches per process in a step of ``rows`` rows."""
+    def micro_batches(self, processes: int, rows: int) -> int:  # per process in a step of ``rows`` rows
         return -(-rows // (self.micro_batch_size * processes))
 
     def batch_line(self, processes: int, rows: int) -> str:
@@ -192,7 +189,6 @@ class RunConfig:
 
     @property
     def trains_base(self) -> bool:
-        """Return True if a phase also trains the base."""
         return any(p.train_base for p in self.phases.values())
 
     @property
@@ -202,12 +198,10 @@ class RunConfig:
         return stored and self.data.answers.decoded_here and not self.data.transcripts
 
     @property
-    def answer_row_length(self) -> int:
-        """Return the largest ``seq_len`` of phases on answers, in tokens."""
+    def answer_row_length(self) -> int:  # largest ``seq_len`` of phases on answers, in tokens
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
-        """Return the checked settings of the head to train."""
         return parse_head(self.head)
 
 
@@ -225,10 +219,8 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Convert a composed recipe to checked settings; reject settings that exclude each other.
-
-    A null ``data.answers.fresh`` becomes true if packaged answers are of another base than this one.
-    """
+    """Convert a composed recipe to checked settings; reject settings that exclude each other. A null
+    ``data.answers.fresh`` becomes true if packaged answers are of another base than this one."""
     run = parse(cfg, RunConfig)
     answers = run.data.answers
     if answers.fresh is None:  # packaged answers are those of the embedded base
@@ -281,7 +273,6 @@ def parse_run(cfg: DictConfig) -> RunConfig:
 
 
 def _check_base_training(run: RunConfig) -> None:
-    """Raise a ``UserError`` for ``train_base`` that cannot work, and for quality limits without ``train_base``."""
     head = run.head_config()
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
@@ -308,7 +299,6 @@ def _check_base_training(run: RunConfig) -> None:
 
 
 def _check_stream(run: RunConfig) -> None:
-    """Raise a ``UserError`` for settings that need text on disk if ``data.text.stream`` is set."""
     if not run.data.text.stream:
         return
     if run.trains_base:

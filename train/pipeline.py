@@ -1,8 +1,6 @@
-"""The stages of a run: corpora, train, quality, tree, evaluate, card, push.
-
-Each stage reads its input from the run folder and writes its results there. Therefore stages can run alone
-(``stages=[tree,evaluate]``). Finished work found on disk is skipped.
-"""
+"""The stages of a run: corpora, train, quality, tree, evaluate, card, push. Each stage reads its input from the run
+folder and writes its results there. Therefore stages can run alone (``stages=[tree,evaluate]``). Finished work found on
+disk is skipped."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -58,12 +56,9 @@ from drafthead.train.trainer import checkpoint
 from drafthead.train.trainer.batches import open_held_out, unseen_text
 from drafthead.train.trainer.trainer import Trainer
 
-MAX_HELD_OUT_ANSWERS = 64
-"""Largest number of held-out answers per corpus on which a head with continued training (``init_from``) is measured."""
-MOST_COPIES = 0.25
-"""Share of held-out answers that may nearly repeat a trained answer without a warning."""
-SHOWN_TOKENS = 96
-"""Largest number of tokens of the answer that the stage evaluate shows at its end."""
+MAX_HELD_OUT_ANSWERS = 64  # per corpus, to measure a head with continued training (``init_from``)
+MOST_COPIES = 0.25  # share of held-out answers that may nearly repeat a trained answer without a warning
+SHOWN_TOKENS = 96  # of the answer that the stage evaluate shows at its end
 
 
 class RunContext:
@@ -75,8 +70,7 @@ class RunContext:
         self.head_folder, self.checkpoints = self.folder / "head", self.folder / "checkpoints"
 
     @cached_property
-    def corpora(self) -> Corpora:
-        """The corpora with the original base model, which is loaded on first use."""
+    def corpora(self) -> Corpora:  # with the original base, which is loaded on first use
         run, launch = self.run, self.launch
         base = self._load_base(sharded=self.reads_shards)
         run.head_config().check_layers(base.num_layers)  # before hours of generation
@@ -139,8 +133,7 @@ class RunContext:
         return BaseModel.load(config, self.corpora.base.device)
 
     @cached_property
-    def tracker(self) -> Tracker:
-        """The experiment tracker. Only the main process uses it."""
+    def tracker(self) -> Tracker:  # of the main process
         run = self.run
         settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the head's own defaults
         return Tracker(self.launch.accelerator, run.tracker, self.folder, run.name, settings, self.display.line)
@@ -177,8 +170,7 @@ class RunContext:
         return development_answers(self.base, self.eval, run.tree_prompts, self.load_head().spec)
 
     @property
-    def agreement(self) -> str | None:
-        """A line about the agreement of the run's transcripts with the base; None without transcripts."""
+    def agreement(self) -> str | None:  # None without transcripts
         path = self.folder / TRANSCRIPTS
         return agreement_line(read_json(path)) if path.exists() else None
 
@@ -197,7 +189,6 @@ class RunContext:
         return head
 
     def load_head(self) -> DraftHead:
-        """Load the trained head from the run folder onto its base; raise a ``UserError`` if there is no head."""
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
         return load_head(self.head_folder, self.base)
@@ -299,9 +290,7 @@ def train(context: RunContext) -> None:
 
 def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     """Measure acceptance of a head with continued training, on held-out answers of the new data and of ``init_data``.
-
-    Lengths "before" training are stored in ``init_from.json``, and measured only once.
-    """
+    Lengths "before" training are stored in ``init_from.json``, and measured only once."""
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
     stores = {"new": context.corpora.answers()}
@@ -348,16 +337,13 @@ def _save_trained_head(context: RunContext) -> None:
 
 
 def quality(context: RunContext) -> None:
-    """Measure how much training changed the base, on held-out text and answers, into ``quality.json``.
-
-    If it exceeds one of ``quality_limits``, the later stage card ends the run with an error.
-    """
+    """Measure how much training changed the base, on held-out text and answers, into ``quality.json``. If it exceeds
+    one of ``quality_limits``, the later stage card ends the run with an error."""
     run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
         return
 
     def batches(name: str, rows: PackedRows) -> Iterator[TrainBatch]:
-        """Yield ``rows`` as batches of one row, and report progress under ``name``."""
         for n in range(len(rows)):
             display.progress(f"held-out {name}, read by both bases", n, len(rows))
             yield rows.batch([n])
@@ -413,9 +399,7 @@ def tree(context: RunContext) -> None:
 
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     """Return the ranks of the true tokens among the head's candidates, for each answer on which the tree is chosen.
-
-    Without a dev half, these are the held-out answers of the training data.
-    """
+    Without a dev half, these are the held-out answers of the training data."""
     run = context.run
     if context.development_answers is not None:
         return text_ranks(head, context.development_answers)
@@ -484,7 +468,6 @@ def card(context: RunContext) -> None:
 
 
 def _print_commands(context: RunContext) -> None:
-    """Print commands that use the head, and the report's path if the run has one; nothing without a head."""
     head, report = context.head_folder, context.folder / "report.html"
     commands = {
         "try it": f'drafthead generate {quote(f"head={head}")} "Why is the sky blue?"',
@@ -498,7 +481,6 @@ def _print_commands(context: RunContext) -> None:
 
 
 def push(context: RunContext) -> None:
-    """Upload the head to the Hub, if ``push=true``."""
     run, display = context.run, context.display
     if run.push:
         with display.stage("upload to the Hub"):
@@ -510,5 +492,4 @@ def push(context: RunContext) -> None:
 STAGES: dict[str, Callable[[RunContext], None]] = {
     stage.__name__: stage for stage in (corpora, train, quality, tree, evaluate, card, push)
 }
-COLLECTIVE = ("corpora", "train")
-"""Stages in which all processes take part. The other stages run on the main process only."""
+COLLECTIVE = ("corpora", "train")  # all processes take part; the other stages run on the main process only

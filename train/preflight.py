@@ -16,15 +16,11 @@ from drafthead.models.heads.parts.head_folder import read_head_config, resolve_f
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpus_config import COMPLETE, HELD_OUT_EVERY
 
-WHOLLY_READ = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, to find broken lines. Of other and of streamed
-sources only the first entry is read, because they may be large."""
-ONLINE = ("hf", "embedded", "builtin")
-"""Kinds of sources that may have to be downloaded."""
+WHOLLY_READ = ("jsonl", "text")  # kinds that are read to their end, to find broken lines; others may be large
+ONLINE = ("hf", "embedded", "builtin")  # kinds of sources that may have to be downloaded
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
-    """Check the inputs of a run on ``processes`` processes, before its model is loaded."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
@@ -93,8 +89,7 @@ def _require_held_out(run: RunConfig) -> None:
         )
 
 
-def _most_entries(sources: Sequence[SourceConfig]) -> float:
-    """Return an upper bound on the entries of ``sources``: inf if unknown."""
+def _most_entries(sources: Sequence[SourceConfig]) -> float:  # upper bound; inf if unknown
     return sum(math.inf if (count := num_entries(source)) is None else count for source in sources)
 
 

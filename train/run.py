@@ -42,7 +42,6 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Run the command ``drafthead train`` with the arguments in ``sys.argv``."""
     run_recipe(_main, RunConfig, __doc__ + recipe_groups())
 
 

@@ -1,8 +1,6 @@
-"""The run folder: the settings that a run started with, and the results of its stages.
-
-``training-settings.json`` holds the settings that decide what is trained, by dotted key. Resuming with other values is
-an error. A setting that is absent on one side takes its default, so settings added later do not stop a run.
-"""
+"""The run folder: the settings that a run started with, and the results of its stages. ``training-settings.json`` holds
+the settings that decide what is trained, by dotted key. Resuming with other values is an error. A setting that is
+absent on one side takes its default, so settings added later do not stop a run."""
 
 import json
 import shutil
@@ -18,20 +16,18 @@ from drafthead.settings.schema import default_of, flatten
 from drafthead.train.config import RunConfig
 
 SETTINGS = "training-settings.json"
-HOLDS = "hold_out_own_prompts"
-"""Key that is true if ``eval.suite`` keeps some of the user's prompts out of training."""
+HOLDS = "hold_out_own_prompts"  # true if ``eval.suite`` keeps some of the user's prompts out of training
 QUALITY = "quality.json"
 CONTINUED = "init_from.json"
 SUITE = "held_out_prompts.jsonl"
 TRANSCRIPTS = "transcripts.json"
 CALIBRATION = "calibration.json"
-RESULTS = {
+RESULTS = {  # of each stage in the run folder, as file patterns; ``resume=false`` removes them
     "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED, TRANSCRIPTS),
     "quality": (QUALITY,),
     "tree": (CALIBRATION,),
     "evaluate": ("eval.json", "eval-log-*.jsonl"),
 }
-"""Results of each stage in the run folder, as file patterns. ``resume=false`` removes those of the run's stages."""
 _ABSENT = object()
 
 
@@ -81,7 +77,6 @@ def check_settings(path: Path, run: RunConfig) -> None:
 
 
 def _is_trained(folder: Path) -> bool:
-    """Return True if training has begun in a run's folder: it has a checkpoint or a head."""
     return any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
 
 
@@ -103,8 +98,7 @@ def _defaults(settings: Any) -> dict[str, Any]:
 def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested settings to JSON values by dotted key, with list indices as keys: ``data.text.sources.0.name``."""
 
-    def indexed(value: Any) -> Any:
-        """Replace lists of mappings by mappings from index to item."""
+    def indexed(value: Any) -> Any:  # lists of mappings become mappings from index to item
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = dict(enumerate(value))
         return {str(key): indexed(item) for key, item in value.items()} if isinstance(value, Mapping) else value

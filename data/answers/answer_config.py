@@ -68,7 +68,6 @@ class ServerConfig:
         require(bool(valid) and not (parts.query or parts.fragment), "url", "like http://host:8000", self.url)
 
     @property
-    def root(self) -> str:
-        """Address of the API: ``url``, which must not be None, with ``/v1`` added if it has no path."""
+    def root(self) -> str:  # API address: ``url``, with ``/v1`` added if it has no path
         assert self.url is not None
         return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")

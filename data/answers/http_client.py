@@ -10,19 +10,14 @@ import httpx2
 import openai
 
 API_KEY = "OPENAI_API_KEY"
-MAX_RESPONSE = 16 << 20
-"""Largest response that is read, in bytes. An answer of 100,000 tokens with its prompt has about 2 MB."""
-SHOWN_KEY = 4
-"""Number of a key's characters from which on messages do not repeat them."""
-QUOTED = 2000
-"""Number of characters of a server's message that are searched for the key."""
+MAX_RESPONSE = 16 << 20  # bytes; an answer of 100,000 tokens with its prompt has about 2 MB
+SHOWN_KEY = 4  # messages repeat fewer consecutive characters of a key than this
+QUOTED = 2000  # characters of a server's message that are searched for the key
 
 
 class LimitedClient(openai.DefaultAsyncHttpxClient):
-    """Client that limits the time of a whole request and the size of its response, and follows no redirect.
-
-    httpx alone limits only the wait for the next bytes, and sends the prompts of a redirected request elsewhere.
-    """
+    """Client that limits the time of a whole request and the size of its response, and follows no redirect. httpx alone
+    limits only the wait for the next bytes, and sends the prompts of a redirected request elsewhere."""
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         """Send a request; its read timeout is the limit for the time until the end of the response."""
@@ -61,8 +56,7 @@ def masked(text: str, key: str) -> str:
     return text[:300]
 
 
-def api_key() -> str:
-    """Return the key of the environment; an empty string if there is none."""
+def api_key() -> str:  # of the environment; empty if there is none
     return os.environ.get(API_KEY, "").strip()
 
 

@@ -1,8 +1,6 @@
-"""Answers by an OpenAI-compatible completions server (vLLM, SGLang), many requests at a time.
-
-The ``openai`` client retries transient errors (429, 5xx, cut connections, timeouts). Malformed answers are retried
-here. All other errors end the run with one line.
-"""
+"""Answers by an OpenAI-compatible completions server (vLLM, SGLang), many requests at a time. The ``openai`` client
+retries transient errors (429, 5xx, cut connections, timeouts). Malformed answers are retried here. All other errors end
+the run with one line."""
 
 import asyncio
 import logging
@@ -21,14 +19,11 @@ from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer, encode, encode_after
 from drafthead.errors import UserError
 
-Log = Callable[[str], None]
-"""Function that prints a line for the user."""
+Log = Callable[[str], None]  # prints a line for the user
 T = TypeVar("T")
-TRANSIENT = (408, 409, 429)
-"""HTTP statuses below 500 that the ``openai`` client retries. It also retries all server errors (500 and above)."""
+TRANSIENT = (408, 409, 429)  # HTTP statuses below 500 that the ``openai`` client retries, as it does all from 500 on
 PROBE_TOKENS = 32
-SHARD_ROWS = 64
-"""Number of answers per shard. A killed run loses fewer finished answers than this, and all unfinished ones."""
+SHARD_ROWS = 64  # answers per shard; a killed run loses fewer finished answers than this, and all unfinished ones
 RESUMES = "finished answers are kept, and the same command resumes there"
 
 
@@ -46,10 +41,8 @@ class Completions:
     sampler: SamplerConfig
 
     def request(self, model: str, prompt: Prompt) -> dict[str, Any]:
-        """Return the arguments of ``completions.create``, with token ids as the prompt.
-
-        Every sampling parameter is sent: servers take missing ones from the model's ``generation_config.json``.
-        """
+        """Return the arguments of ``completions.create``, with token ids as the prompt. Every sampling parameter is
+        sent: servers take missing ones from the model's ``generation_config.json``."""
         number, ids = prompt
         sampler = self.sampler
         return {
@@ -74,10 +67,8 @@ class Completions:
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
-        """Return the answer in the server's response: its token ids or, with ``as_text``, its text, tokenised here.
-
-        A fault that another try may not have is a ``BadAnswerError``.
-        """
+        """Return the answer in the server's response: its token ids or, with ``as_text``, its text, tokenised here. A
+        fault that another try may not have is a ``BadAnswerError``."""
         choice = _only_choice(completion)
         number, ids = prompt
         reason = getattr(choice, "finish_reason", None)
@@ -95,10 +86,8 @@ class Completions:
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, prompt_ids: list[int], as_text: bool) -> list[int]:
-        """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text.
-
-        The text is tokenised after the prompt. Tokens beyond the requested number are cut off.
-        """
+        """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text. The
+        text is tokenised after the prompt. Tokens beyond the requested number are cut off."""
         most = self.sampler.max_new_tokens
         if as_text:
             text = getattr(choice, "text", None)
@@ -116,10 +105,8 @@ class Completions:
     def _with_eos(
         self, answer: list[int], finished: bool, choice: CompletionChoice, number: int
     ) -> tuple[list[int], bool]:
-        """Return the answer up to and including its end-of-turn token, and True if it has one.
-
-        Servers may leave this token out of a finished answer. It is then their ``stop_reason``, or the tokenizer's.
-        """
+        """Return the answer up to and including its end-of-turn token, and True if it has one. Servers may leave this
+        token out of a finished answer. It is then their ``stop_reason``, or the tokenizer's."""
         if self.sampler.ignore_eos:
             if finished:
                 raise UserError(f"the server ended answer {number} despite ignore_eos; set sampler.ignore_eos=false")
@@ -187,9 +174,7 @@ class Server:
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.
-
-        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request.
-        """
+        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request."""
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
             try:
@@ -269,11 +254,9 @@ class ServerBackend:
 
     config: ServerConfig
     completions: Completions
-    base: str
-    """Name of the base."""
+    base: str  # its name
     max_prompt_tokens: int
-    greedy_match_rate: Callable[[list[Answer]], float]
-    """Function that returns the share of the answers' tokens, in [0, 1], that the base would choose itself."""
+    greedy_match_rate: Callable[[list[Answer]], float]  # share of the answers' tokens that the base would choose
     log: Log = lambda line: None
     _recorded: dict[str, Any] | None = None
     _model: tuple[str, bool] | None = None
@@ -286,8 +269,7 @@ class ServerBackend:
             self._recorded = {"model": model, "prompts": "ids", "answers": "text" if as_text else "ids"}
         return {"server": self._recorded}
 
-    def at(self, temperature: float) -> "ServerBackend":
-        """Return this backend with another sampling temperature."""
+    def at(self, temperature: float) -> "ServerBackend":  # with another sampling temperature
         sampler = replace(self.completions.sampler, temperature=temperature)
         return replace(self, completions=replace(self.completions, sampler=sampler))
 
@@ -306,10 +288,8 @@ class ServerBackend:
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
         """Yield (shard number from 0, its answers) for every ``SHARD_ROWS`` answers, in the order of their arrival.
-
         Only the first process of ``group`` requests answers, to prompts not in ``done``. Before an error is raised,
-        finished answers are yielded.
-        """
+        finished answers are yielded."""
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
@@ -356,11 +336,9 @@ class ServerBackend:
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Answer]:
-        """Yield answers as they arrive, with ``config.concurrency`` requests at a time.
-
-        With ``check_prompts``, reject a server that reads a prompt as another number of tokens. An error or an
-        interrupt cancels the open requests; it is raised after all finished answers.
-        """
+        """Yield answers as they arrive, with ``config.concurrency`` requests at a time. With ``check_prompts``, reject
+        a server that reads a prompt as another number of tokens. An error or an interrupt cancels the open requests; it
+        is raised after all finished answers."""
         if not prompts:
             return
         model, as_text = self._find_model()

@@ -1,8 +1,6 @@
-"""The answer store: token ids and hidden states of the base's own answers, in shards that are written atomically.
-
-A shard is a table with a checksum; hidden states are in a second file. This module imports neither torch nor
-transformers, because the client of a server needs neither.
-"""
+"""The answer store: token ids and hidden states of the base's own answers, in shards that are written atomically. A
+shard is a table with a checksum; hidden states are in a second file. This module imports neither torch nor
+transformers, because the client of a server needs neither."""
 
 import hashlib
 import re
@@ -55,7 +53,6 @@ class Answer:
 
     @cached_property
     def ids(self) -> list[int]:
-        """``input_ids`` as a list."""
         ids: list[int] = self.input_ids.tolist()
         return ids
 
@@ -99,18 +96,12 @@ class _Entry(NamedTuple):
 
 
 class AnswerStore:
-    """A folder of answers for any number of readers.
-
-    One or several processes write. If there are several, all open the store before the first of them writes, and no two
-    use the same shard number.
-
-    A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
-    into place last, so a kill only loses answers that were not yet appended. Readers ignore incomplete files of a
-    killed writer, and the next writer removes them.
-
-    ``manifest`` names everything that determines the answers (base, tokenizer, sampler, prompts), as JSON values. The
-    manifest of an existing store must equal it; None opens an existing store with any manifest.
-    """
+    """A folder of answers for any number of readers. One or several processes write. If there are several, all open the
+    store before the first of them writes, and no two use the same shard number. A shard is ``shard-00012.parquet`` and,
+    with hidden states, ``shard-00012.safetensors``. The parquet file is renamed into place last, so a kill only loses
+    answers that were not yet appended. Readers ignore incomplete files of a killed writer, and the next writer removes
+    them. ``manifest`` names everything that determines the answers (base, tokenizer, sampler, prompts), as JSON values.
+    The manifest of an existing store must equal it; None opens an existing store with any manifest."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
         self.folder = folder
@@ -136,21 +127,17 @@ class AnswerStore:
 
     @property
     def has_hidden_states(self) -> bool:
-        """True if there are answers and all of them have hidden states."""
         return bool(self._tables) and all(map(_width, self._tables.values()))
 
     @property
-    def next_shard(self) -> int:
-        """The lowest unused shard number: highest number plus 1, or 0 in an empty store."""
+    def next_shard(self) -> int:  # highest number plus 1; 0 in an empty store
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
-        """Write ``answers`` as one shard and flush it to disk; an empty list writes nothing.
-
-        Either all ``answers`` or none must have hidden states. A second answer to a prompt raises a ``UserError``.
-        ``shard`` is the shard's number; None takes ``next_shard`` and first calls ``remove_leftovers``. If several
-        processes write, they pass numbers, and one of them calls ``remove_leftovers`` before the first write.
-        """
+        """Write ``answers`` as one shard and flush it to disk; an empty list writes nothing. Either all ``answers`` or
+        none must have hidden states. A second answer to a prompt raises a ``UserError``. ``shard`` is the shard's
+        number; None takes ``next_shard`` and first calls ``remove_leftovers``. If several processes write, they pass
+        numbers, and one of them calls ``remove_leftovers`` before the first write."""
         if not answers:
             return
         numbers = [answer.prompt_number for answer in answers]
@@ -192,8 +179,7 @@ class AnswerStore:
             self.remove_leftovers(shard)  # a partial shard would keep the disk full
             raise
 
-    def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
-        """Yield all answers by ascending prompt number; without hidden states if ``with_hidden_states`` is False."""
+    def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:  # by ascending prompt number
         for number in sorted(self._entries):
             yield self._answer(number, with_hidden_states)
 
@@ -220,10 +206,8 @@ class AnswerStore:
     def token_counts(
         self, vocab_size: int, leave_out: Callable[[int], bool] = lambda prompt_number: False
     ) -> npt.NDArray[np.int64]:
-        """Return how often each token id occurs in the answers, [vocab_size], without prompts.
-
-        Answers with a prompt number in ``leave_out`` are not counted.
-        """
+        """Return how often each token id occurs in the answers, [vocab_size], without prompts and without answers whose
+        prompt numbers are in ``leave_out``."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for answer in (self.answer(number) for number in self._entries if not leave_out(number)):
             of_answer = np.bincount(answer, minlength=vocab_size)
@@ -235,13 +219,11 @@ class AnswerStore:
         return counts
 
     def stats(self, leave_out: Callable[[int], bool] = lambda prompt_number: False) -> AnswerStats:
-        """Return the numbers of answers, tokens and finished answers, without the prompt numbers in ``leave_out``."""
         answers = [a for a in self.read(with_hidden_states=False) if not leave_out(a.prompt_number)]
         tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
-        """Open the hidden states of shard number ``shard`` for slicing; raise a ``UserError`` if they are damaged."""
         path = local.safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
@@ -276,18 +258,15 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove the files of interrupted writes: those of shard number ``shard``, or with None of all shards.
-
-        With None, no other process may be writing to the store.
-        """
+        """Remove the files of interrupted writes: those of shard number ``shard``, or with None of all shards. With
+        None, no other process may be writing to the store."""
         name = "*" if shard is None else f"{shard:05}"
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
             path.unlink()
 
 
-_WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
-"""Metadata keys of a table: width and checksum of the hidden states, and the checksum of the table itself."""
+_WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"  # metadata keys of a table
 _ROW = ("input_ids", "boundary", "finished")
 _COLUMNS = {
     "prompt_number": pa.int64(),

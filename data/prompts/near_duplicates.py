@@ -4,8 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-SHARED = 0.5
-"""Share of the shorter text's three-word sequences at which two texts count as near-duplicates."""
+SHARED = 0.5  # share of the shorter text's three-word sequences that makes two texts near-duplicates
 
 
 class NearDuplicates:

@@ -34,12 +34,10 @@ class EvalPrompt:
 def conversation_ids(
     tokenizer: Tokenizer, prompt: EvalPrompt, answers: Sequence[Sequence[int]] = (), template_kwargs: Variables = None
 ) -> list[int]:
-    """Return the token ids that a decoder reads for turn ``len(answers)`` (from 0), earlier turns included.
-
-    ``answers`` to the earlier turns must be the autoregressive ones for every decoder, because times can be compared
-    only if all read the same context. Spec-Bench uses each method's own answers, which are equal under lossless greedy
-    decoding. As in Spec-Bench, an answer enters as text without special tokens and outer spaces.
-    """
+    """Return the token ids that a decoder reads for turn ``len(answers)`` (from 0), earlier turns included. ``answers``
+    to the earlier turns must be the autoregressive ones for every decoder, because times can be compared only if all
+    read the same context. Spec-Bench uses each method's own answers, which are equal under lossless greedy decoding. As
+    in Spec-Bench, an answer enters as text without special tokens and outer spaces."""
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:
         if not prompt.input_ids:

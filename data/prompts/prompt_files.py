@@ -21,14 +21,11 @@ T = TypeVar("T")
 
 
 def read_jsonl(path: Path) -> list[EvalPrompt]:
-    """Read the prompts of a JSONL file, one per line; blank lines are skipped.
+    """Read the prompts of a JSONL file, one per line; blank lines are skipped. A line is a JSON object with exactly one
+    of the keys "prompt", "messages", "turns" and "input_ids", and optionally "task" (by default the file's name without
+    suffix)."""
 
-    A line is a JSON object with exactly one of the keys "prompt", "messages", "turns" and "input_ids", and optionally
-    "task" (by default the file's name without suffix).
-    """
-
-    def convert(line: bytes, number: int) -> EvalPrompt:
-        """Return the prompt of one line; ``number`` is its number in the suite, from 0."""
+    def convert(line: bytes, number: int) -> EvalPrompt:  # ``number`` in the suite, from 0
         row = json_object(line)
         keys = [key for key in PROMPT_COLUMNS if key in row]
         if len(keys) != 1:
@@ -42,13 +39,11 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
 
 
 def read_dataset(spec: str) -> list[EvalPrompt]:
-    """Read the prompts of a Hugging Face dataset, one per row.
-
-    ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
-    a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
-    COLUMN is by default the first of ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column
-    "task" or "category"; otherwise NAME's last part is the only task.
-    """
+    """Read the prompts of a Hugging Face dataset, one per row. ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id
+    (``user/name`` or ``user/name/config``), a dataset folder or a data file. SPLIT may be a slice such as
+    ``train[:200]``; the default is the first of test, validation and train. COLUMN is by default the first of
+    ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise NAME's
+    last part is the only task."""
     is_file = Path(spec).expanduser().is_file()  # whose name may contain colons
     match = None if is_file else _SPEC.fullmatch(spec)
     if match is None and not is_file:

@@ -15,8 +15,7 @@ from drafthead.data.text.chat import user_turn
 from drafthead.errors import UserError
 
 SMOKE_PROMPTS = 12
-OWN = "own:"
-"""Prefix of a run's suite: prompts of the user that the run holds out, or the suite after it if there are too few."""
+OWN = "own:"  # prefix of a run's suite: the user's held-out prompts, or the suite after it if these are too few
 # Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
 BUILTIN = (
     ("writing", "Write a short letter to a friend about a walk in the rain."),
@@ -31,12 +30,9 @@ BUILTIN = (
 def load_suite(
     name: str, limit: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None, split: str = "all"
 ) -> list[EvalPrompt]:
-    """Return the prompts of a suite, in the suite's own order.
-
-    ``name`` is a packaged suite, the path of a .jsonl file, or "hf:NAME[:SPLIT[:COLUMN]]"; a prefix ``OWN`` is ignored.
-    ``limit`` prompts are spread evenly over the tasks, selected by ``seed``. ``split`` is "all", or "dev" or "test",
-    the halves of every task's prompts.
-    """
+    """Return the prompts of a suite, in the suite's own order. ``name`` is a packaged suite, the path of a .jsonl file,
+    or "hf:NAME[:SPLIT[:COLUMN]]"; a prefix ``OWN`` is ignored. ``limit`` prompts are spread evenly over the tasks,
+    selected by ``seed``. ``split`` is "all", or "dev" or "test", the halves of every task's prompts."""
     name = name.removeprefix(OWN)
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1, got {limit}; leave it out to use the whole suite")

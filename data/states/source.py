@@ -1,7 +1,5 @@
-"""The interface to hidden states of documents, and the final states that decoding stored with its answers.
-
-D hidden size, L early layers, T tokens of a document.
-"""
+"""The interface to hidden states of documents, and the final states that decoding stored with its answers. D hidden
+size, L early layers, T tokens of a document."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,10 +21,8 @@ class StatesSource(Protocol):
 
 
 class AnswerStates:
-    """Final states in the answer store, and early layers from another source.
-
-    The base never reads the last token of an answer, so its final state is NaN.
-    """
+    """Final states in the answer store, and early layers from another source. The base never reads the last token of an
+    answer, so its final state is NaN."""
 
     def __init__(self, answers: AnswerStore, layers: StatesSource | None) -> None:
         """Document n is the answer with the n-th lowest prompt number. ``layers`` None: only final states are read."""

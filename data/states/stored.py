@@ -14,28 +14,22 @@ from drafthead.errors import UserError
 from drafthead.files.local import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-FORMAT = 3
-"""Version of the file format. Stores of other versions are not opened."""
+FORMAT = 3  # stores of other versions are not opened
 _STATES, _MARKS = "states.bin", "marks.bin"
 
 
 class StoredStates:
-    """Hidden states of documents in one memory-mapped file, which several processes and runs can fill.
-
-    The file is sparse: documents that are not filled take no space. A document's checksum is written after its states,
-    and compared when a process first reads it. This detects documents that a kill, a power failure or a bad disk has
-    damaged.
-    """
+    """Hidden states of documents in one memory-mapped file, which several processes and runs can fill. The file is
+    sparse: documents that are not filled take no space. A document's checksum is written after its states, and compared
+    when a process first reads it. This detects documents that a kill, a power failure or a bad disk has damaged."""
 
     def __init__(
         self, folder: Path, lengths: npt.NDArray[np.int64], width: int, dtype: str, manifest: dict[str, Any]
     ) -> None:
-        """Create a store for documents of ``lengths`` tokens in ``folder``, or open the existing one.
-
-        ``width`` is the number of values per token, ``dtype`` "float16" or "bfloat16". ``manifest`` names all that
-        determines the states (base, tokens, layers), as JSON values. An existing store with other sizes or another
-        manifest raises a ``UserError``.
-        """
+        """Create a store for documents of ``lengths`` tokens in ``folder``, or open the existing one. ``width`` is the
+        number of values per token, ``dtype`` "float16" or "bfloat16". ``manifest`` names all that determines the states
+        (base, tokens, layers), as JSON values. An existing store with other sizes or another manifest raises a
+        ``UserError``."""
         self.folder, self.width, self._dtype_name, self._dtype = folder, width, dtype, _DTYPES[dtype]
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
         count, tokens = len(lengths), int(self._offsets[-1])
@@ -50,8 +44,7 @@ class StoredStates:
         # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
         self._stored = _map(folder, _STATES, np.int16, (tokens, width))
         self._values = torch.from_numpy(self._stored).view(self._dtype)
-        self._marks = _map(folder, _MARKS, np.uint32, (count,), "r")
-        """Checksum of each document; 0: not filled."""
+        self._marks = _map(folder, _MARKS, np.uint32, (count,), "r")  # checksum per document; 0: not filled
         self._checked = np.zeros(count, dtype=np.bool_)
 
     @property
@@ -64,15 +57,12 @@ class StoredStates:
         return [document for document in documents if not marks[document]]
 
     def require_space(self, documents: Sequence[int]) -> None:
-        """Raise a ``UserError`` if the disk has no room for the states of ``documents``."""
         tokens = sum(int(self._offsets[n + 1] - self._offsets[n]) for n in documents)
         require_space(self.folder, tokens * self._token_bytes, "hidden states")
 
     def write(self, documents: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Store the states [T, width] of each document, of any float dtype and device.
-
-        Raises a ``UserError`` if a finite value overflows the store's dtype; no document is then stored.
-        """
+        """Store the states [T, width] of each document, of any float dtype and device. Raises a ``UserError`` if a
+        finite value overflows the store's dtype; no document is then stored."""
         stored = [self._rounded(states) for states in values]
         with disk_errors("hidden states", self.folder):
             # Not by the map: if the disk is full, writing to a map ends the process.
@@ -83,10 +73,8 @@ class StoredStates:
             self._mark(documents, [_checksum(data) for data in stored])
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:
-        """Return the states [T, width] of each document as views of the file, which are not to be changed.
-
-        A missing or damaged document raises a ``UserError``. A damaged one counts as missing from then on.
-        """
+        """Return the states [T, width] of each document as views of the file, which are not to be changed. A missing or
+        damaged document raises a ``UserError``. A damaged one counts as missing from then on."""
         for document in documents:
             if not self._marks[document]:
                 raise UserError(

@@ -9,15 +9,10 @@ from typing import Any, TypeAlias
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_json
 
-Tokenizer: TypeAlias = Any
-"""A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""
-Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``; the base answers assistant messages without
-content."""
-Variables: TypeAlias = Mapping[str, Any] | None
-"""Variables of the chat template, such as ``{"enable_thinking": False}``."""
-MARK = "1602176634"
-"""Text that no chat template contains or changes, to find out if a template writes a message."""
+Tokenizer: TypeAlias = Any  # ``PreTrainedTokenizerBase`` of transformers, whose import would take seconds
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}; the base answers content ""
+Variables: TypeAlias = Mapping[str, Any] | None  # of the chat template, such as {"enable_thinking": False}
+MARK = "1602176634"  # no chat template contains or changes it, so it shows if a template writes a message
 
 
 def user_turn(text: str) -> list[Message]:
@@ -117,8 +112,7 @@ def template_variables(variables: Variables) -> dict[str, Any]:
     return given
 
 
-def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that the chat template does not use."""
+def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:  # not used by the chat template
     from jinja2 import Environment, TemplateError
     from jinja2.meta import find_undeclared_variables
 

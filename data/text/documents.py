@@ -26,7 +26,6 @@ class Documents:
 
     @classmethod
     def of(cls, documents: Iterable[Ids], trained: Sequence[npt.NDArray[np.bool_]] | None = None) -> "Documents":
-        """Join documents; ``trained`` has a mask for each."""
         documents = [np.zeros(0, np.int32), *documents]
         tokens = np.concatenate(documents, dtype=np.int32)
         offsets = np.cumsum([*map(len, documents)], dtype=np.int64)
@@ -48,7 +47,6 @@ class Documents:
         return documents
 
     def save(self, folder: Path) -> None:
-        """Write tokens and offsets to ``folder``."""
         with disk_errors("the tokenised text", folder):
             with new_file(folder / _TOKENS) as tmp_path, tmp_path.open("wb") as file:
                 np.save(file, self.tokens)
@@ -61,13 +59,11 @@ class Documents:
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """[N]"""
+    def lengths(self) -> npt.NDArray[np.int64]:  # [N]
         return np.diff(self.offsets)
 
     @cached_property
-    def digest(self) -> str:
-        """Hash of all tokens and lengths, as hexadecimal digits."""
+    def digest(self) -> str:  # of all tokens and lengths, hexadecimal
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens).data)
         digest.update(self.offsets.data)
         return digest.hexdigest()

@@ -65,8 +65,7 @@ class PackedRows:
         return list(dict.fromkeys(piece.document for number in numbers for piece in self.row(number)))
 
     @property
-    def trained_tokens(self) -> Integers:
-        """[R] number of trained tokens in each row."""
+    def trained_tokens(self) -> Integers:  # [R]
         counts, trained = self.pieces[:, 2], self.documents.trained
         if trained is not None:
             before = np.concatenate([[0], np.cumsum(trained)])  # before[i]: trained ones among the first i tokens
@@ -77,15 +76,12 @@ class PackedRows:
         return trained_tokens
 
     @property
-    def digest(self) -> str:
-        """Hash of the rows and their tokens, as hexadecimal digits."""
+    def digest(self) -> str:  # of the rows and their tokens, hexadecimal
         return sha256(self.documents.digest.encode() + self.pieces.tobytes() + self.bounds.tobytes()).hexdigest()
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """Return the rows ``numbers`` as one batch [B, T], in that order.
-
-        A token's document id is the number of its piece in the row. Padding has ``NO_DOCUMENT`` and is not trained.
-        """
+        """Return the rows ``numbers`` as one batch [B, T], in that order. A token's document id is the number of its
+        piece in the row. Padding has ``NO_DOCUMENT`` and is not trained."""
         shape, documents = (len(numbers), self.seq_len), self.documents
         input_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         document_ids, loss_mask = np.full(shape, NO_DOCUMENT), np.zeros(shape, np.bool_)
@@ -106,28 +102,23 @@ class PackedRows:
 
 def pack(documents: Documents, seq_len: int, split: bool, numbers: Sequence[int] | None = None) -> PackedRows:
     """Pack documents that are not empty into rows of ``seq_len`` tokens (T >= 16), in the order of ``numbers``.
-
     ``numbers`` None takes all documents. ``split`` cuts documents that do not fit into pieces of at least ``MIN_PIECE``
     tokens, so that rows are full except for a few tokens. Otherwise each document stays whole in the row with the best
-    fit. A document longer than a row then loses its end, and the log reports the number of such documents.
-    """
+    fit. A document longer than a row then loses its end, and the log reports the number of such documents."""
     lengths = documents.lengths.tolist()
     chosen = ((number, lengths[number]) for number in (range(len(lengths)) if numbers is None else numbers))
     return PackedRows.of(documents, seq_len, split_rows(chosen, seq_len) if split else _whole_rows(chosen, seq_len))
 
 
-def one_row(documents: Documents, numbers: Sequence[int]) -> TrainBatch:
-    """Return whole documents as a batch of one row without padding."""
+def one_row(documents: Documents, numbers: Sequence[int]) -> TrainBatch:  # without padding
     total = sum(documents.lengths[[*numbers]].tolist())
     return pack(documents, total, split=True, numbers=numbers).batch([0])
 
 
 def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Ids]:
-    """Tokenise texts; yield the ids of each, which end with the EOS token.
-
-    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. With ``max_tokens``,
-    stop after exactly this number of tokens, which may cut the last document.
-    """
+    """Tokenise texts; yield the ids of each, which end with the EOS token. Special tokens that the tokenizer puts first
+    (a BOS) are kept, because the base expects them. With ``max_tokens``, stop after exactly this number of tokens,
+    which may cut the last document."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token in its "
@@ -148,9 +139,7 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
 
 def split_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[list[Piece]]:
     """Yield rows of ``seq_len`` tokens, filled with documents in order; those that do not fit are cut in pieces.
-
-    ``lengths`` has (number, length) of each document.
-    """
+    ``lengths`` has (number, length) of each document."""
     row, space = list[Piece](), seq_len
     for number, length in lengths:
         start = 0
@@ -176,10 +165,8 @@ class _OpenRow:
 
 
 def _whole_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[list[Piece]]:
-    """Yield rows of ``seq_len`` tokens, filled with whole documents; a document longer than a row loses its end.
-
-    A document is added to the fullest of up to ``OPEN_ROWS`` unfinished rows in which it fits, or to a new row.
-    """
+    """Yield rows of ``seq_len`` tokens, filled with whole documents; a document longer than a row loses its end. A
+    document is added to the fullest of up to ``OPEN_ROWS`` unfinished rows in which it fits, or to a new row."""
     rows: list[_OpenRow] = []
     total = shortened = 0
     for number, length in lengths:

@@ -1,9 +1,6 @@
-"""Readers of local files and datasets for training and evaluation. Formats that can run code are not read.
-
-Files of JSON lines and of text are read here and not by ``datasets``, whose errors do not name the broken line, and
-which refuses columns with texts in some rows and conversations in others. Since version 4 ``datasets`` runs no scripts
-and reads no pickles.
-"""
+"""Readers of local files and datasets for training and evaluation. Formats that can run code are not read. JSON lines
+and text are read here, because errors of ``datasets`` do not name the broken line, and ``datasets`` refuses columns
+with texts in some rows and conversations in others. Since version 4 it runs no scripts and reads no pickles."""
 
 import gzip
 import json
@@ -18,10 +15,8 @@ from typing import Any
 from drafthead.data.text.chat import require_whole_characters
 from drafthead.errors import UserError, one_line
 
-# Builders of `datasets` by a file's suffix.
-BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-# By preference for evaluation: the base may have been trained on training data.
-SPLITS = ("test", "validation", "train")
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}  # of ``datasets``
+SPLITS = ("test", "validation", "train")  # by preference: the base may have been trained on training data
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character, alone or as one of a pair
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -85,11 +80,9 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """Open a dataset with the library ``datasets``; call it inside ``dataset_errors``.
-
-    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
-    default ``split`` is the first of ``SPLITS`` that the dataset has, or else its first; for a data file "train".
-    """
+    """Open a dataset with the library ``datasets``; call it inside ``dataset_errors``. ``name`` is an id on the Hub, a
+    dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The default ``split`` is the first of
+    ``SPLITS`` that the dataset has, or else its first; for a data file "train"."""
     import datasets
 
     path = Path(name).expanduser()

@@ -32,8 +32,7 @@ ROLES = {
 CONVERSATIONS = ("messages", "conversations", "conversation")
 AUTO = "auto"
 SYSTEM_COLUMNS = ("system", "system_prompt")
-PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
-"""Keys that may hold the prompt in a line of a suite or of ``data.prompts``, in the order of search."""
+PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")  # keys of the prompt, in the order of search
 T = TypeVar("T", str, list[Message])
 
 
@@ -73,8 +72,7 @@ class SourceConfig:
         require(self.kind == "hf" or self.revision is None, "revision", f"null {of_kind}", self.revision)
         require(self.kind in ("hf", "jsonl") or self.turns == 1, "turns", f"1 {of_kind}", self.turns)
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the entries, for a manifest."""
+    def manifest(self) -> dict[str, Any]:  # for a manifest: what determines the entries
         # Manifests of older corpora lack these keys, so they are left out at their defaults.
         unset = {"weight": None, "turns": 1}
         return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
@@ -155,12 +153,9 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
 
 
 def iter_prompts(source: SourceConfig, findings: Findings | None = None) -> Iterator[list[Message]]:
-    """Yield conversations that end with a user's turn, in the source's order.
-
-    A column holds a text (one user turn) or a conversation (see ``as_prompt``; for column ``auto``
-    ``as_suite_prompt``). Prompts without messages or with an empty last message are left out. A file of kind ``text``
-    has one prompt per line.
-    """
+    """Yield conversations that end with a user's turn, in the source's order. A column holds a text (one user turn) or
+    a conversation (see ``as_prompt``; for column ``auto`` ``as_suite_prompt``). Prompts without messages or with an
+    empty last message are left out. A file of kind ``text`` has one prompt per line."""
     prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
         sets = PROMPT_SETS[source.kind]
@@ -234,10 +229,8 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
 
 
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
-    """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
-
-    It ends before answer number ``turns`` (from 1). Earlier answers become empty, because the base gives its own.
-    """
+    """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant. It
+    ends before answer number ``turns`` (from 1). Earlier answers become empty, because the base gives its own."""
     if value is None or isinstance(value, str):
         return user_turn(value or "")
     messages: list[Message] = []
@@ -263,11 +256,9 @@ def shown(value: Any) -> str:
 
 
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the messages up to the first one to answer, and the texts of the user's later messages.
-
-    ``value`` is a text, a conversation, or a list of the user's texts. Answers in a conversation are kept; only the
-    user's messages after the last one are to be answered. Callers put the line's name before error messages.
-    """
+    """Return the messages up to the first one to answer, and the texts of the user's later messages. ``value`` is a
+    text, a conversation, or a list of the user's texts. Answers in a conversation are kept; only the user's messages
+    after the last one are to be answered. Callers put the line's name before error messages."""
     if isinstance(value, str):
         messages = user_turn(value)
     elif value and isinstance(value, list) and all(isinstance(text, str) for text in value):
@@ -365,7 +356,6 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     """Return all sources' documents without near-duplicates (``content_hash``), shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None, _: Findings | None) -> Iterator[str]:
-        """Yield the documents of ``source``, up to about ``most`` characters (None: all)."""
         texts = iter_documents(source, most)
         # Embedded and builtin sets are complete, unless weights limit them.
         return texts if source.weight is None or most is None else _up_to(texts, most)
@@ -386,7 +376,6 @@ def load_prompts(
         return islice(iter_prompts(source, findings), None if source.weight is None else most)
 
     def key(messages: list[Message]) -> str:
-        """Return a hash that near-duplicates share."""
         return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
     return _load(sources, read, limit, key, seed, limit, findings)
@@ -411,10 +400,8 @@ def _load(
     findings: Findings | None = None,
 ) -> list[T]:
     """Return up to ``limit`` entries of all sources, without duplicates (of equal ``key``), shuffled by ``seed``.
-
     ``read(source, most, findings)`` yields a source's entries; ``most`` is its share of ``total``. With ``limit`` the
-    sources are read twice, so that a few entries of large files take little memory.
-    """
+    sources are read twice, so that a few entries of large files take little memory."""
     unique: dict[bytes, T | None] = {}
     parts = [total and ceil(share * total) for share in shares(sources) or [1.0] * len(sources)]
     for source, part in zip(sources, parts, strict=True):

@@ -3,10 +3,8 @@
 Row n is in shard ``n // micro_batch_size % shards``. If the number of processes divides the number of shards, each
 process therefore reads only its own shards. A shard is a sequence of windows of ``WINDOW`` rows, shuffled within each
 window. A window starts with a new document; the rest of the previous document is dropped. The positions where windows
-start are stored on disk, so that any row can be packed again by reading its window.
-
-With ``WINDOW`` = 4, two shards and a micro-batch of two, rows 0, 1, 4, 5 fill window 0 of shard 0, and rows 2, 3, 6, 7
-window 0 of shard 1.
+start are stored on disk, so that any row can be packed again by reading its window. With ``WINDOW`` = 4, two shards and
+a micro-batch of two, rows 0, 1, 4, 5 fill window 0 of shard 0, and rows 2, 3, 6, 7 window 0 of shard 1.
 
 ``datasets`` streams, shards and restores a position in a dataset (``IterableDataset``). The mixture is implemented
 here, because it counts characters, not rows, and has no random state to save. T row length.
@@ -93,11 +91,9 @@ class SourceStream:
 
 
 class Mixture:
-    """Texts of several sources, each with its share of the characters; without weights all shares are equal.
-
-    The next text comes from the source that is furthest behind its share. Any stretch of the stream therefore has the
-    requested shares, with a deviation of about one text, and nothing is random.
-    """
+    """Texts of several sources, each with its share of the characters; without weights all shares are equal. The next
+    text comes from the source that is furthest behind its share. Any stretch of the stream therefore has the requested
+    shares, with a deviation of about one text, and nothing is random."""
 
     def __init__(self, sources: Sequence[SourceConfig], shard: int, shards: int) -> None:
         self._shares = shares(sources) or [1 / len(sources)] * len(sources)
@@ -122,12 +118,10 @@ class Mixture:
 
 
 class StreamedRows:
-    """An endless sequence of text rows of T tokens each.
-
-    ``shards`` and ``micro_batch_size`` determine the shard of each row, as the module describes. ``folder`` stores the
-    positions in the stream where windows (``WINDOW`` rows of a shard) start; every combination of settings needs its
-    own folder. ``workers`` threads pack the next windows ahead of time.
-    """
+    """An endless sequence of text rows of T tokens each. ``shards`` and ``micro_batch_size`` determine the shard of
+    each row, as the module describes. ``folder`` stores the positions in the stream where windows (``WINDOW`` rows of a
+    shard) start; every combination of settings needs its own folder. ``workers`` threads pack the next windows in
+    advance."""
 
     def __init__(
         self,
@@ -150,7 +144,6 @@ class StreamedRows:
         self._windows: dict[tuple[int, int], Future[PackedRows]] = {}
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """Return the rows ``numbers`` as one batch [B, T], in that order."""
         rows = []
         for number in numbers:
             micro_batch, offset = divmod(number, self.micro_batch_size)
@@ -180,8 +173,7 @@ class _Shard:
                 raise UserError(f"{path} holds no positions of a stream; remove the file")
             self._positions |= {int(window): state for window, state in saved.items()}
 
-    def window(self, number: int) -> PackedRows:
-        """Return the rows of window ``number`` (from 0), shuffled."""
+    def window(self, number: int) -> PackedRows:  # from 0; its rows are shuffled
         with self._lock:
             if number != self._next:
                 start = max(window for window in self._positions if window <= number)
@@ -201,7 +193,6 @@ class _Shard:
         return PackedRows.of(documents, self.seq_len, [rows[index] for index in order])
 
     def _make(self) -> tuple[Documents, list[list[Piece]]]:
-        """Return the documents and the rows of the next window."""
         documents: list[Ids] = []
 
         def lengths() -> Iterator[tuple[int, int]]:

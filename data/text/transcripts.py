@@ -1,9 +1,7 @@
-"""Conversations whose own assistant turns are trained on: reading, checks, and token ids with boundaries.
-
-An assistant turn becomes a prompt and an answer. The prompt is the chat template's text for the earlier turns and the
-generation prompt, which is what the base reads when it is served. The answer is the template's text for the turn. If
-the template drops the reasoning of earlier turns, it is therefore dropped here too.
-"""
+"""Conversations whose own assistant turns are trained on: reading, checks, and token ids with boundaries. An assistant
+turn becomes a prompt and an answer. The prompt is the chat template's text for the earlier turns and the generation
+prompt, which is what the base reads when it is served. The answer is the template's text for the turn. If the template
+drops the reasoning of earlier turns, it is therefore dropped here too."""
 
 import json
 import re
@@ -20,8 +18,7 @@ from drafthead.data.text.findings import Findings
 from drafthead.errors import UserError
 
 TRANSCRIPT_ROLES = {**sources.ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold its reasoning: of OpenAI-compatible servers, of newer ones, of gpt-oss."""
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of OpenAI-compatible servers, newer ones, gpt-oss
 TRAINED = ("weight", "loss", "train")  # keys of a message that say if its turn is trained on
 KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *REASONING, *TRAINED)
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
@@ -29,12 +26,9 @@ THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>though
 OPENED = tuple(opening for opening, _ in THOUGHTS)
 CLOSING = re.compile("|".join(re.escape(closing) for _, closing in THOUGHTS))
 EMPTY_THOUGHT = re.compile("|".join(rf"{re.escape(opening)}\s*{re.escape(closing)}" for opening, closing in THOUGHTS))
-CLOSED_THOUGHT = re.compile(rf"({EMPTY_THOUGHT.pattern})\s*$")
-"""An empty thought at the end of a prompt, by which the template switches thinking off."""
-# Gpt-oss's text before an answer, which the base writes itself; without white space.
-CHANNEL = r"(?:<\|channel\|>\w+<\|message\|>)?"
-# A template's text around reasoning; without white space.
-MARKUP = r"(?:<[^<>]*>|\[[^\[\]]*\]|\w+(?=<\|message\|>)|assistant(?=<))*"
+CLOSED_THOUGHT = re.compile(rf"({EMPTY_THOUGHT.pattern})\s*$")  # at a prompt's end; switches thinking off
+CHANNEL = r"(?:<\|channel\|>\w+<\|message\|>)?"  # gpt-oss's text before an answer, by the base; no white space
+MARKUP = r"(?:<[^<>]*>|\[[^\[\]]*\]|\w+(?=<\|message\|>)|assistant(?=<))*"  # around reasoning; no white space
 NO_THINKING = "base.chat_template_kwargs={enable_thinking: false}"
 Answered = tuple[list[int], int]  # ids of a prompt and its answer, and the index of the first answer token
 SHOWN = 40  # characters of a text in an error message
@@ -47,8 +41,7 @@ class Transcript:
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[Any] | None = None  # definitions for the chat template
     trained: Sequence[int] = (0,)  # indices of the assistant's messages to train on; its other turns are context
-    token_ids: tuple[list[int], list[int]] | None = None
-    """Prompt and answer from a server's log, used unchanged and instead of ``messages``."""
+    token_ids: tuple[list[int], list[int]] | None = None  # prompt and answer of a server's log, not ``messages``
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -123,7 +116,6 @@ def _is_trained(turn: Mapping[str, Any]) -> bool:
 
 
 def _check_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Reject an assistant's turn without a turn before it to answer."""
     before = "system"
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and before in ("system", "assistant"):
@@ -161,11 +153,9 @@ def _are_defined(tools: Sequence[dict[str, Any]], text: str) -> bool:
 
 
 class TranscriptEncoder:
-    """Converter of transcripts to token ids, by the chat template of a base.
-
-    A turn is trained on only if the template's text for it is what the base writes after the prompt that it is served:
-    the same content, and no text of control tokens. Otherwise the transcript is rejected.
-    """
+    """Converter of transcripts to token ids, by the chat template of a base. A turn is trained on only if the
+    template's text for it is what the base writes after the prompt that it is served: the same content, and no text of
+    control tokens. Otherwise the transcript is rejected."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int, template_kwargs: Variables = None
@@ -175,8 +165,7 @@ class TranscriptEncoder:
         self._writes_role = cache(self._role_is_written)
 
     @cached_property
-    def ends(self) -> re.Pattern[str]:
-        """Texts of tokens that end an answer."""
+    def ends(self) -> re.Pattern[str]:  # texts of tokens that end an answer
         return _any_of(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
 
     @cached_property
@@ -308,10 +297,8 @@ def _after(prompt: str, whole: str, asked: str) -> str:
 
 
 def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None:
-    """Reject an answer if ``written``, the template's text for ``message``, changes more than white space.
-
-    ``prompt`` is the template's text before it. Both are given without white space.
-    """
+    """Reject an answer if ``written``, the template's text for ``message``, changes more than white space. ``prompt``
+    is the template's text before it. Both are given without white space."""
     content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
     empty = EMPTY_THOUGHT.match(content)
     if CLOSED_THOUGHT.search(prompt):

@@ -30,15 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PROMPTS = "prompts.json"
 PROBES = 4
-TURN_STRIDE = 10**9
-"""Distance between the prompt numbers of a conversation's turns: turn t of conversation n is n + t TURN_STRIDE."""
+TURN_STRIDE = 10**9  # turn t of conversation n has the prompt number n + t * TURN_STRIDE
 
 
 class PromptTable:
-    """The prompts of a corpus: one per conversation and turn, each tokenised once.
-
-    A prompt is (number, token ids). Prompt numbers of conversation n are n + turn * ``TURN_STRIDE``.
-    """
+    """The prompts of a corpus as (number, token ids): one per conversation and turn, each tokenised once."""
 
     def __init__(
         self, base: BaseModel, conversations: Sequence[list[Message]], config: AnswersConfig, seed: int
@@ -48,10 +44,8 @@ class PromptTable:
         self._ids: dict[int, list[int]] = {}
 
     def of_turn(self, turn: int, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of turn ``turn`` (from 0) of all conversations whose earlier turns are answered.
-
-        ``store`` holds the answers. Prompts longer than ``max_prompt_tokens`` are left out.
-        """
+        """Return the prompts of turn ``turn`` (from 0) of all conversations whose earlier turns are answered in
+        ``store``, without prompts longer than ``max_prompt_tokens``."""
         prompts, done = [], store.done
         for first, conversation in enumerate(self.conversations):
             number, earlier = first + turn * TURN_STRIDE, range(first, first + turn * TURN_STRIDE, TURN_STRIDE)
@@ -66,8 +60,7 @@ class PromptTable:
                     prompts.append((number, self._ids[number]))
         return prompts
 
-    def temperature(self, number: int) -> float:
-        """Return the sampling temperature of the answer to prompt ``number``, equal in all turns of a conversation."""
+    def temperature(self, number: int) -> float:  # of a prompt's answer; equal in all turns of a conversation
         temperature = self._draw("temperature", number % TURN_STRIDE, self.config.temperatures)
         return self.config.sampler.temperature if temperature is None else temperature
 
@@ -84,9 +77,7 @@ class PromptTable:
 @dataclass(eq=False)
 class AnswerGenerator:
     """Generator of a corpus of the base's answers in ``folder``. All processes of ``group`` run it at the same time.
-
-    The first process locks the folder, chooses the prompts and checks the backend. Then each process writes its shards.
-    """
+    The first process locks the folder, chooses the prompts and checks the backend. Then each writes its shards."""
 
     base: BaseModel
     config: AnswersConfig
@@ -94,9 +85,7 @@ class AnswerGenerator:
     folder: Path
     group: ProcessGroup
     display: Display
-    store_states: bool = False
-    """Store final hidden states with the answers (built-in decoding only). If ``folder`` already has answers, new ones
-    get hidden states only if those have them."""
+    store_states: bool = False  # with the answers (built-in decoding only); answers already in ``folder`` decide
 
     def complete(self) -> AnswerStore:
         """Generate the answers that ``folder`` lacks and return the corpus. No answer at all is a ``UserError``."""
@@ -118,12 +107,10 @@ class AnswerGenerator:
 
     @property
     def is_complete(self) -> bool:
-        """True if ``folder`` has an answer to every prompt."""
         return (self.folder / PROMPTS).exists() and not self.prompts.missing(self._open())
 
     @cached_property
     def backend(self) -> "BuiltInBackend | ServerBackend":
-        """Source of the answers: the built-in decoding, or the server at ``server.url`` if it is set."""
         config, base = self.config, self.base
         if config.server.url is None:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
@@ -203,10 +190,8 @@ class AnswerGenerator:
         store.remove_leftovers()
 
     def _check_template(self) -> None:
-        """Reject variables in ``chat_template_kwargs`` that the chat template does not read.
-
-        Log settings of the base (chat template variables, generation config) that have no effect on the answers.
-        """
+        """Reject variables in ``chat_template_kwargs`` that the chat template does not read. Log settings of the base
+        (chat template variables, generation config) that have no effect on the answers."""
         tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
             known = [name for name in (*SWITCHES, "tools") if not unread_variables(tokenizer, [name])]
@@ -299,7 +284,6 @@ def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Return True for a list of ``{"role": str, "content": str}``, at least one."""
     turns = value if isinstance(value, list) else []
     texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
     return len(texts) == 2 * len(turns) > 0 and all(isinstance(text, str) for text in texts)

@@ -15,20 +15,16 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import check_context, generate_answers
 from drafthead.system.display import Display
 
-BATCHES_PER_BLOCK = 2
-"""Batches per block of prompts that are answered together. Larger blocks keep the batch full for longer; smaller blocks
-lose less work in an interruption."""
+BATCHES_PER_BLOCK = 2  # more keep the batch full for longer; fewer lose less work in an interruption
 LOGIT_ROWS = 512  # number of positions whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class BuiltInBackend:
     """Generator of answers that decodes with the base on every process; ``ServerBackend`` has the same interface.
-
     Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches. Each block starts with an empty batch and is saved
     as one shard. Rounding depends on the rows of a batch; with fixed blocks, hidden states are bit-equal for any number
-    of processes and after any interruption. An interruption loses only unfinished blocks.
-    """
+    of processes and after any interruption."""
 
     base: BaseModel
     sampler: SamplerConfig
@@ -36,8 +32,7 @@ class BuiltInBackend:
     keep_hidden_states: bool
     max_prompt_tokens: int
 
-    def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return manifest entries on which the answers depend; ``recorded`` is not read."""
+    def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:  # manifest entries that determine the answers
         return {"dtype": str(self.base.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
@@ -49,12 +44,10 @@ class BuiltInBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn.
-
-        A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
+        """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn. A
+        block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
         shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative. ``done``
-        has the numbers of prompts that are answered already. ``on_done`` is called after every answer.
-        """
+        has the numbers of prompts that are answered already. ``on_done`` is called after every answer."""
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
         blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
@@ -93,10 +86,8 @@ class Agreement:
 
 @torch.inference_mode()
 def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
-    """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt.
-
-    All tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server).
-    """
+    """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt. All
+    tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server)."""
     greedy, probability, tokens, count = 0, 0.0, 0, 0
     for count, answer in enumerate(answers, start=1):  # noqa: B007
         ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
@@ -112,8 +103,7 @@ def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
 
 
 MARKER = "\u0001"
-MIN_CHARS = 12
-"""Smallest number of characters of a prompt that the base writes. Shorter ones, mostly greetings, are dropped."""
+MIN_CHARS = 12  # of a prompt that the base writes; shorter ones, mostly greetings, are dropped
 MAX_TURN_TOKENS = 60
 EXPECTED_YIELD = 0.6  # expected share of the base's own prompts that end within the limit and are not duplicates
 
@@ -127,11 +117,9 @@ def self_prompted_prompts(
     display: Display,
     max_tokens: int,
 ) -> list[str]:
-    """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
-
-    ``answer`` is the method of a backend that generates texts. Each call asks it for at least ``batch_size`` prompts,
-    none longer than ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. Raise a ``UserError`` if too few prompts are usable.
-    """
+    """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95. ``answer`` is the
+    method of a backend that generates texts. Each call asks it for at least ``batch_size`` prompts, none longer than
+    ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. Raise a ``UserError`` if too few prompts are usable."""
     opening = user_opening(base)
     turns: dict[str, None] = {}
     attempt = 0

@@ -1,7 +1,5 @@
-"""The corpora of a run: packed text for pretraining, answers for distillation, and the base's hidden states of both.
-
-All files are in ``data.folder`` with a manifest. Later runs use them again, and an interrupted run continues.
-"""
+"""The corpora of a run in ``data.folder``: packed text, answers, and the base's hidden states of both. Later runs use
+them again, and an interrupted run continues."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,8 +33,7 @@ from drafthead.train.corpora.precomputed import copy_precomputed
 from drafthead.train.corpora.states import ComputedStates
 
 ALONE = ProcessGroup()
-LONGEST_TEXT = 8192
-"""Longer texts are cut into documents, because a base reads a document in one pass. Longer rows raise this limit."""
+LONGEST_TEXT = 8192  # tokens of a document, which a base reads in one pass; longer rows raise this limit
 FEWEST_SUITE_PROMPTS = 8  # held-out prompts of the user, on which a run chooses its tree and is measured
 SUITE_GROUPS = 18  # groups of ``HELD_OUT_EVERY`` conversations, each with four such prompts
 COMPARED = 64, 2000  # largest numbers of held-out and of trained answers that are compared with each other
@@ -46,24 +43,18 @@ _CHARACTERS_PER_TOKEN = 6  # more than most texts have, so that enough text is r
 
 @dataclass(eq=False)
 class Corpora:
-    """The corpora of one run in ``data.folder``. Each is made on first use and read from disk afterwards.
-
-    All processes of ``group`` must call the methods that open corpora or states at the same time.
-    """
+    """The corpora of one run in ``data.folder``. Each is made on first use and read from disk afterwards. All processes
+    of ``group`` must call the methods that open corpora or states at the same time."""
 
     base: BaseModel
     config: DataConfig
     seed: int
     display: Display
     group: ProcessGroup = ALONE
-    store_states: bool = False
-    """Built-in decoding also stores the answers' final hidden states, unless transcripts are used."""
-    longest: int | None = None
-    """Largest number of tokens of a transcript. Longer ones are cut at the end; with None, no transcript is cut."""
-    holds_suite: bool = False
-    """Hold out conversations for the run's evaluation (``suite_prompts``)."""
-    manifests: dict[str, Any] = field(default_factory=dict, init=False)
-    """Manifests of the opened corpora by name. Checkpoints store them."""
+    store_states: bool = False  # of answers, by the built-in decoding, unless transcripts are used
+    longest: int | None = None  # tokens of a transcript; longer ones are cut at the end (None: no limit)
+    holds_suite: bool = False  # hold out conversations for the run's evaluation (``suite_prompts``)
+    manifests: dict[str, Any] = field(default_factory=dict, init=False)  # of the opened corpora by name
     _store: AnswerStore | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -83,10 +74,8 @@ class Corpora:
         return {"base": self.base.identity(), "seed": self.seed, **sizes, **self.config.text.manifest()}
 
     def _text_documents(self, longest: int) -> Documents:
-        """Return the text for pretraining, tokenised and cut into documents of up to ``longest`` tokens.
-
-        Documents on disk are used even if a source has changed since, so that a run resumes with the same text.
-        """
+        """Return the text for pretraining, tokenised and cut into documents of up to ``longest`` tokens. Documents on
+        disk are used even if a source has changed since, so that a run resumes with the same text."""
         config, manifest = self.config.text, self._text_manifest(longest=longest)
         folder = local.folder_of_manifest(self.folder / "text", manifest)
         with self._first(folder) as first:
@@ -106,7 +95,6 @@ class Corpora:
         return Documents.open(folder)
 
     def text_rows(self, seq_len: int) -> PackedRows:
-        """Return the text for pretraining in rows of ``seq_len`` tokens."""
         longest = min(self.base.max_context, max(LONGEST_TEXT, seq_len))
         rows = pack(self._text_documents(longest), seq_len, split=True)
         manifest = self._text_manifest(seq_len=seq_len)
@@ -114,10 +102,8 @@ class Corpora:
         return rows
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
-        """Return the text for pretraining as rows of ``seq_len`` tokens that are packed during training.
-
-        Each shard of the stream yields ``micro_batch_size`` rows at a time.
-        """
+        """Return the text for pretraining as rows of ``seq_len`` tokens that are packed during training. Each shard of
+        the stream yields ``micro_batch_size`` rows at a time."""
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = local.folder_of_manifest(self.folder / "stream", manifest)
         with self._first(folder) as first:
@@ -142,7 +128,6 @@ class Corpora:
         )
 
     def check_base(self) -> None:
-        """Raise a ``UserError`` if the answers in ``data.folder`` are those of another base or adapter."""
         folder = self.folder / ANSWERS
         if self.config.uses_answers and (folder / local.MANIFEST_NAME).exists():
             manifest = local.read_manifest(folder)
@@ -213,10 +198,8 @@ class Corpora:
 
     @cached_property
     def suite_prompts(self) -> list[list[int]]:
-        """Token ids of the prompts held out for the evaluation, one per conversation: that of its last turn.
-
-        The list is empty if the run holds out none, or if there are fewer than ``FEWEST_SUITE_PROMPTS``.
-        """
+        """Token ids of the prompts held out for the evaluation, one per conversation: that of its last turn. The list
+        is empty if the run holds out none, or if there are fewer than ``FEWEST_SUITE_PROMPTS``."""
         if not self.holds_suite:
             return []
         prompts = {
@@ -230,7 +213,6 @@ class Corpora:
         return is_held_out(prompt_number) or self.measures(prompt_number)
 
     def measures(self, prompt_number: int) -> bool:
-        """Return True if prompt ``prompt_number`` is one of ``suite_prompts``."""
         return bool(self.suite_prompts) and is_suite_prompt(prompt_number)
 
     def near_copies(self) -> tuple[int, int]:
@@ -253,11 +235,9 @@ class Corpora:
         return documents, [answer.prompt_number for answer in answers]
 
     def answer_rows(self, seq_len: int, held_out: bool) -> PackedRows:
-        """Pack the answers for training, or the held-out ones, into rows of up to ``seq_len`` tokens.
-
-        For training on transcripts a document has all turns of a conversation. Held-out turns stay apart, because each
-        has its own acceptance.
-        """
+        """Pack the answers for training, or the held-out ones, into rows of up to ``seq_len`` tokens. For training on
+        transcripts a document has all turns of a conversation. Held-out turns stay apart, because each has its own
+        acceptance."""
         documents, prompt_numbers = self._answer_documents
         leaves_out = is_held_out if held_out else self.is_left_out
         chosen = [document for document, prompt in enumerate(prompt_numbers) if leaves_out(prompt) == held_out]
@@ -272,18 +252,14 @@ class Corpora:
         return pack(documents, seq_len, split=False, numbers=chosen)
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """Return the draft vocabulary: up to ``size`` ids of the base's vocabulary, [W] int64 ascending.
-
-        These are the ids that end a turn, and the most frequent ids in the answers.
-        """
+        """Return up to ``size`` ids of the base's vocabulary, [W] int64 ascending: those that end a turn, and the most
+        frequent ones in the answers."""
         counts = self.answers().token_counts(self.base.vocab_size, self.measures)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
     def states(self, corpus: Literal["text", "answers"], documents: Documents, spec: HiddenStatesSpec) -> StatesSource:
-        """Return the stored hidden states of ``documents``, which the base computes if they are missing.
-
-        If the answer store has the final states, the base computes only the layers that ``spec`` names.
-        """
+        """Return the stored hidden states of ``documents``, which the base computes if they are missing. If the answer
+        store has the final states, the base computes only the layers that ``spec`` names."""
         has_finals = corpus == "answers" and self.answers().has_hidden_states
         if has_finals and not spec.layers:
             return AnswerStates(self.answers(), None)
@@ -299,13 +275,11 @@ class Corpora:
         return AnswerStates(self.answers(), states) if has_finals else states
 
 
-def is_held_out(prompt_number: int) -> bool:
-    """Return True if the answer to prompt ``prompt_number`` is held out, with all turns of its conversation."""
+def is_held_out(prompt_number: int) -> bool:  # with all turns of its conversation
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST
 
 
-def is_suite_prompt(prompt_number: int) -> bool:
-    """Return True if prompt ``prompt_number`` belongs to the run's own suite: one in five, up to a limit."""
+def is_suite_prompt(prompt_number: int) -> bool:  # one in five, up to a limit
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index in (3, 7, 11, 15) and group < SUITE_GROUPS

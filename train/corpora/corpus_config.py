@@ -12,10 +12,8 @@ from drafthead.errors import UserError
 from drafthead.settings.schema import NonNegative, Positive, Temperature, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
-HELD_OUT_EVERY = 20
-"""Every 20th conversation is held out from training, to measure acceptance and to calibrate the tree."""
-COMPLETE = "complete.json"
-"""File that is written when every prompt is answered. From then on no server is needed."""
+HELD_OUT_EVERY = 20  # every 20th conversation is not trained on, to measure acceptance and to calibrate the tree
+COMPLETE = "complete.json"  # written when every prompt is answered; from then on no server is needed
 
 
 @settings(kw_only=True)
@@ -36,8 +34,7 @@ class TextConfig:
     workers: Positive = 2
     """Threads per process that pack a stream's rows ahead of their use."""
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the packed rows of text, for the manifest of the corpus."""
+    def manifest(self) -> dict[str, Any]:  # settings that determine the packed rows
         sources = {"sources": [source.manifest() for source in self.sources]}
         return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
@@ -84,8 +81,7 @@ class AnswersConfig:
             raise UserError("temperatures and chat_template_kwargs need new answers; set data.answers.fresh=true")
 
     @property
-    def copied(self) -> bool:
-        """Return True if the answers are copied from precomputed ones."""
+    def copied(self) -> bool:  # from precomputed answers
         return self.precomputed is not None and not self.fresh
 
     @property
@@ -94,10 +90,7 @@ class AnswersConfig:
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, for the manifest of the corpus.
-
-        Settings that change only how fast answers are made, or where they come from, are left out.
-        """
+        """Return the settings that determine the answers, not those that only decide how fast or where."""
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
         for key in ("exclude_suites", "temperatures", "chat_template_kwargs"):
@@ -140,10 +133,8 @@ class DataConfig:
 
     @property
     def has_own_prompts(self) -> bool:
-        """Return True if all conversations are the user's: ``prompts`` or ``transcripts``."""
         return bool(self.prompts) or not self.uses_answers
 
     @property
     def uses_answers(self) -> bool:
-        """Return True if the run trains on the base's own answers."""
         return self.own_answers or not self.transcripts

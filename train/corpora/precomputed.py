@@ -16,17 +16,13 @@ FOLDERS = {
     for name in ("smollm2", "smollm2_large")
 }
 COMPARED = 4  # largest number of greedy answers that the base must repeat
-MIN_MATCH_RATE = 0.98
-"""Smallest share of the tokens of ``COMPARED`` greedy answers that the base must choose too. It is below 1, because
-another CPU may choose differently if two tokens have nearly equal logits."""
+MIN_MATCH_RATE = 0.98  # of the tokens of greedy answers; below 1, because another CPU may break near-ties differently
 
 
 def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, display: Display) -> None:
-    """Copy the answers that ``config.precomputed`` names to ``folder``, unless ``folder`` has answers already.
-
-    Hidden states are not copied. Answers of another base or sampler are a ``UserError``. So are greedy answers that the
-    base does not repeat (a few are checked).
-    """
+    """Copy the answers that ``config.precomputed`` names to ``folder`` without hidden states, unless it has answers
+    already. Raise a ``UserError`` for answers of another base or sampler, and for greedy answers that the base does not
+    repeat (a few are checked)."""
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
     made_by = read_manifest(source)

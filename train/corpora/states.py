@@ -22,11 +22,9 @@ PASS_TOKENS = 2048  # largest number of tokens in a pass of several documents
 
 @dataclass(eq=False)
 class ComputedStates:
-    """Hidden states of ``documents`` that ``base`` computes if they are not in ``stored`` yet.
-
-    A pass reads several documents, packed into one row, each from its start. The passes depend only on the documents
-    that are asked for, so that any number of processes stores the same bytes, also if some are killed and start again.
-    """
+    """Hidden states of ``documents`` that ``base`` computes if they are not in ``stored`` yet. A pass reads several
+    documents, packed into one row, each from its start. The passes depend only on the documents that are asked for, so
+    that any number of processes stores the same bytes, also if some are killed and start again."""
 
     base: BaseModel
     documents: Documents

@@ -35,10 +35,8 @@ PER_SHARD = 1000  # conversations
 
 
 def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
-    """Return the folder for the corpus of ``config.transcripts``, and create it with its manifest if it is new.
-
-    Other settings or changed local files give another folder. Transcripts are cut to ``longest`` tokens (None: never).
-    """
+    """Return the folder for the corpus of ``config.transcripts``, and create it with its manifest if it is new. Other
+    settings or changed local files give another folder. Transcripts are cut to ``longest`` tokens (None: never)."""
     files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
     manifest = {
         "base": base.identity(),
@@ -103,9 +101,7 @@ def _conversations(
     base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
 ) -> Iterator[list[Answered]]:
     """Yield each transcript's encoded assistant turns; leave out duplicates and near-copies of evaluation prompts.
-
-    Faults and omissions are added to ``findings``.
-    """
+    Faults and omissions are added to ``findings``."""
     encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
     seen: set[str] = set()
     is_evaluated = resembles_suites(config.answers.exclude_suites)
@@ -126,12 +122,10 @@ def _conversations(
 def whole_conversations(
     documents: Documents, prompt_numbers: Sequence[int], chosen: Sequence[int]
 ) -> tuple[Documents, list[int]]:
-    """Choose documents that hold all turns of their conversation, and train each on all of these turns.
-
-    A document is a turn with the turns before it. If the chat template changes earlier turns when a later one follows,
-    the last document before the change is also chosen. ``chosen`` are the turns to use, ``prompt_numbers`` those of all
-    documents. Return the documents with other trained tokens, and the numbers of the chosen ones.
-    """
+    """Choose documents that hold all turns of their conversation, and train each on all of these turns. A document is a
+    turn with the turns before it. If the chat template changes earlier turns when a later one follows, the last
+    document before the change is also chosen. ``chosen`` are the turns to use, ``prompt_numbers`` those of all
+    documents. Return the documents with other trained tokens, and the numbers of the chosen ones."""
     assert documents.trained is not None
     trained, last_turns = documents.trained.copy(), list[int]()
     for turn in sorted(chosen, key=lambda n: (prompt_numbers[n] % TURN_STRIDE, prompt_numbers[n])):
@@ -148,9 +142,7 @@ def whole_conversations(
 
 def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:
     """Return a corpus below ``parent`` with the conversations of both stores, evenly mixed; write it if it is new.
-
-    Conversations get new prompt numbers. Hidden states are left out.
-    """
+    Conversations get new prompt numbers. Hidden states are left out."""
     sources = (transcripts, own)
     manifest = {"mixture": [{**read_manifest(source.folder), "answers": len(source.done)} for source in sources]}
     store = AnswerStore(folder_of_manifest(parent, manifest, "mixture-"), manifest)

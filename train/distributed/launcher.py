@@ -1,8 +1,6 @@
-"""Start of the program on all processes of ``accelerate launch`` or ``torchrun``, with accelerate's settings.
-
-Training shards with ``sharding.py`` and never creates accelerate's FSDP plugin. The plugin's settings arrive as
-environment variables and are read here. A setting that cannot be followed is rejected by name.
-"""
+"""Start of the program on all processes of ``accelerate launch`` or ``torchrun``, with accelerate's settings. Training
+shards with ``sharding.py`` and never creates accelerate's FSDP plugin. The plugin's settings arrive as environment
+variables and are read here. A setting that cannot be followed is rejected by name."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -26,7 +24,7 @@ REJECTED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "use shard=full, and shard.hybrid=true over nodes"),
 }
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-FSDP = {
+FSDP = {  # settings of accelerate's FSDP plugin, and the supported values
     "VERSION": ("2", "1"),
     # Sharding a frozen base saves memory only if its layers are freed after use.
     "SHARDING_STRATEGY": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
@@ -41,7 +39,6 @@ FSDP = {
     # Checkpoints hold full tensors, so that any number of processes can resume.
     "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
-"""Settings of accelerate's FSDP plugin, and the supported values."""
 NO_EFFECT = (  # accepted with any value
     "MIN_NUM_PARAMS",  # of a wrap policy that is rejected
     "FORWARD_PREFETCH",  # always done
@@ -81,10 +78,8 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 
 
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
-    """Return the processes that share a corpus: all of them, or with ``per_node_data`` those of this node.
-
-    The group waits for the processes of all nodes.
-    """
+    """Return the processes that share a corpus: all of them, or with ``per_node_data`` those of this node. The group
+    waits for the processes of all nodes."""
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
@@ -92,10 +87,8 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` changed by accelerate's environment variables, and reset them.
-
-    transformers reads them too, and would load weights on the first process only.
-    """
+    """Return ``shard`` changed by accelerate's environment variables, and reset them, because transformers reads them
+    too and would load weights on the first process only."""
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"

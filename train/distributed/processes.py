@@ -1,7 +1,5 @@
-"""Communication between the processes of a run on the CPU: stop flags, small objects, heartbeats.
-
-It uses gloo and the rendezvous store, and never waits for a GPU, so it still works when a GPU hangs.
-"""
+"""Communication between the processes of a run on the CPU: stop flags, small objects, heartbeats. It uses gloo and the
+rendezvous store, and never waits for a GPU, so it still works when a GPU hangs."""
 
 import json
 import os
@@ -20,8 +18,7 @@ import torch.distributed as dist
 from drafthead.errors import UserError
 from drafthead.train.distributed.signals import Stopped
 
-COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives. It is long, because processes wait for answers that another one generates."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # long, because processes wait for answers that another one generates
 _BEAT_S = 1.0
 _GRACE_S = 5 * _BEAT_S
 Ending = tuple[int | str | None, str]  # exit code and last line of output
@@ -38,15 +35,13 @@ class Processes:
         self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if is_group else None
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest ``value`` that any process passes."""
         if self._group is None:
             return value
         largest = torch.tensor([value])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every process, by rank."""
+    def gather(self, value: Any) -> list[Any]:  # by rank
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -84,11 +79,9 @@ class _Peer:
 
 
 class _Heartbeat:
-    """A thread that tells the other processes every second that this one runs, and checks that they run too.
-
-    The messages are in torch's rendezvous store. Neither torchrun nor torch's monitored barrier can replace them
-    (docs/dev/log.md): a collective on a device never returns, and processes may wait for answers for hours.
-    """
+    """A thread that tells the other processes every second that this one runs, and checks that they run too. The
+    messages are in torch's rendezvous store. Neither torchrun nor torch's monitored barrier can replace them
+    (docs/dev/log.md): a collective on a device never returns, and processes may wait for answers for hours."""
 
     def __init__(self, rank: int, count: int, timeout_s: float) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s

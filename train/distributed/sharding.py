@@ -87,7 +87,6 @@ class Sharding:
     """Sharding of a run's base and head over the processes. All processes must call its methods."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """Shard as ``config`` says, with weights on ``device``; nothing is sharded before ``shard``."""
         self.config, self.device = config, device
         self._made_group = False
 
@@ -104,10 +103,8 @@ class Sharding:
         return torch.bfloat16 if faster else torch.float32
 
     def shard_layers(self, decoder: Any, whole: Iterable[nn.Parameter] = ()) -> torch.device:
-        """Shard the layers of a base's decoder in place, except ``whole`` parameters; return the shards' device.
-
-        The weights may be on the meta device.
-        """
+        """Shard the layers of a base's decoder in place, except ``whole`` parameters; return the shards' device. The
+        weights may be on the meta device."""
         device, policy = self.device, fsdp.OffloadPolicy()
         if device.type == "cpu":
             _return_freed_memory()
@@ -121,11 +118,9 @@ class Sharding:
         return device
 
     def shard(self, head: DraftHead) -> None:
-        """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding.
-
-        With ``mode="full"`` the layers of the head's base are sharded too, unless they are already. Call this after
-        loading weights and before building the optimiser. Every process must hold the same weights.
-        """
+        """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding. With
+        ``mode="full"`` the layers of the head's base are sharded too, unless they are already. Call this after loading
+        weights and before building the optimiser. Every process must hold the same weights."""
         if self.config.checkpointing:
             checkpoint_activations(head)
         precision = self.precision(head.base)
@@ -153,8 +148,7 @@ class Sharding:
             self._made_group = False
 
     @cached_property
-    def _mesh(self) -> DeviceMesh:
-        """Mesh of all processes; with ``hybrid`` its rows are the nodes."""
+    def _mesh(self) -> DeviceMesh:  # with ``hybrid``, its rows are the nodes
         if not dist.is_initialized():  # a single process becomes a mesh of one
             dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
@@ -174,10 +168,8 @@ class Sharding:
 
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
-    """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``.
-
-    All weights of the head are gathered together, because its loss uses all projections.
-    """
+    """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``. All weights of
+    the head are gathered together, because its loss uses all projections."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
     fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
@@ -190,15 +182,12 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
 
 
 def is_sharded(base: BaseModel) -> bool:
-    """Return True if the layers of ``base`` are sharded, so that processes run it only together."""
     return isinstance(base.model.model, fsdp.FSDPModule)
 
 
 def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights, and the optimisers' moments as ``state.<parameter>.<moment>``, with whole tensors.
-
-    All processes must call this. The results are on the CPU of the main process, and empty on the others.
-    """
+    """Return the weights, and the optimisers' moments as ``state.<parameter>.<moment>``, with whole tensors. All
+    processes must call this. The results are on the CPU of the main process, and empty on the others."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
     weights, state = cast("tuple[dict[str, Any], dict[str, Any]]", get_state_dict(head, optimizers, options=options))
     return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -206,9 +195,7 @@ def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[d
 
 def load_optimizers(head: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Tensor]) -> None:
     """Load moments that ``full_state_dict`` returned, for any number of processes; each process takes its shard.
-
-    Learning rates and other settings do not change. If ``state`` has no moments, nothing is loaded.
-    """
+    Learning rates and other settings do not change. If ``state`` has no moments, nothing is loaded."""
     if not state:  # every update so far was skipped
         return
     # torch 2.13 cannot load whole tensors from flattened names.

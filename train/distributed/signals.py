@@ -1,8 +1,6 @@
 """Graceful shutdown: after SIGTERM or SIGINT, finish the step, save a checkpoint and exit with 128 + signal number.
-
 Outside ``defer_signals`` blocks everything is on disk already, so the program ends at once. Inside a block it ends
-where it checks ``stop_signal``, or at the end of the block. A second Ctrl-C ends it at once.
-"""
+where it checks ``stop_signal``, or at the end of the block. A second Ctrl-C ends it at once."""
 
 import os
 import signal
@@ -12,18 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_S = 1.0
-"""Repeats within this time count as one signal: terminals, launchers and schedulers each send their own."""
+REPEAT_S = 1.0  # repeats within this time are one signal: terminals, launchers and schedulers each send one
 
 
 class Stopped(SystemExit):
     """Exit of the program after a signal, once its work is saved. The exit code is 128 plus the signal's number."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """Store the exit code and a line for the user: "stopped by SIGNAL DONE; ...".
-
-        ``signum`` is the signal's number. ``done`` says how far the work is, such as ``after step 7``; it may be empty.
-        """
+        """Make the line "stopped by SIGNAL DONE; ..." for the user. ``done``: progress, such as ``after step 7``."""
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "
@@ -34,12 +28,9 @@ class Stopped(SystemExit):
 class _State:
     """Signals of this program. The class is used without instances."""
 
-    received = 0
-    """Number of the first signal that was received and has not ended the program yet; 0 for none."""
-    since = 0.0
-    """Time (``time.monotonic``) of the latest signal that was not ignored as a repeat."""
-    deferring = 0
-    """Number of nested ``defer_signals`` blocks that are open."""
+    received = 0  # number of the first signal that has not ended the program yet; 0: none
+    since = 0.0  # ``time.monotonic()`` of the latest signal that was not ignored as a repeat
+    deferring = 0  # number of nested ``defer_signals`` blocks that are open
 
 
 def stop_signal() -> int:
@@ -49,10 +40,8 @@ def stop_signal() -> int:
 
 @contextmanager
 def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
-    """Make SIGTERM and SIGINT end the block, which is the whole program, with ``Stopped``. Call it on the main thread.
-
-    ``log`` is called with one line for the user when the program stops.
-    """
+    """Make SIGTERM and SIGINT end the block, which is the whole program, with ``Stopped``; ``log`` then gets one line
+    for the user. Call it on the main thread."""
     previous = {signum: signal.signal(signum, _receive) for signum in SIGNALS}
     _State.received, _State.deferring = 0, 0
     try:

@@ -1,8 +1,6 @@
-"""Expected duration of every stage on this machine, printed before the first long stage.
-
-A few short passes of the base measure the machine. Training times follow from the base's time per token and parameter,
-or from measured training steps (``mode=estimate``).
-"""
+"""Expected duration of every stage on this machine, printed before the first long stage. A few short passes of the base
+measure the machine. Training times follow from the base's time per token and parameter, or from measured training steps
+(``mode=estimate``)."""
 
 from collections.abc import Mapping
 from statistics import mean
@@ -134,7 +132,6 @@ class StageDurations:
         return "your own, held out" if self.own else self.run.eval.suite.removeprefix(OWN)
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
-        """Return the numbers of tokens of up to ``limit`` (None: all) first turns in the suite's half ``split``."""
         config, base = self.run.eval, self.base
         suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
         kwargs = base.config.chat_template_kwargs

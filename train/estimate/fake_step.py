@@ -17,10 +17,9 @@ from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 aten = torch.ops.aten
-COUNTED = flop_registry | {
+COUNTED = flop_registry | {  # operations by torch function; attention's backward pass on a CPU is absent (0)
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
 }
-"""Operations by torch function. The backward pass of attention on a CPU is absent and counts as 0."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -48,11 +47,9 @@ torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", _fused_
 
 
 class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that computes only the shapes of floating-point tensors, and counts bytes and operations.
-
-    Floating-point tensors are on the meta device. Integers and booleans have values, because they decide how many
-    positions are trained. torch's FakeTensorMode cannot be used, because its fake integers have no values.
-    """
+    """Mode that computes only the shapes of floating-point tensors, and counts bytes and operations. Floating-point
+    tensors are on the meta device. Integers and booleans have values, because they decide how many positions are
+    trained. torch's FakeTensorMode cannot be used, because its fake integers have no values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,10 +112,8 @@ class StepMemory:
     """Floating-point operations of a training step, and its bytes in addition to the weights of head and base."""
 
     def __init__(self, head: DraftHead, phase: PhaseConfig, memory: FakeFloats, accumulates: bool) -> None:
-        """Run one step of ``phase`` on a full micro-batch in the mode ``memory``, which has counted the weights.
-
-        ``accumulates``: gradients of an earlier micro-batch exist during the step.
-        """
+        """Run one step of ``phase`` on a full micro-batch in the mode ``memory``, which has counted the weights. With
+        ``accumulates``, gradients of an earlier micro-batch exist during the step."""
         weights = memory.live
         with memory:
             optimizers = head_optimizers(head, phase.optim)
@@ -149,11 +144,9 @@ class StepMemory:
     ) -> Iterator[tuple[TrainBatch, HiddenStates]]:
         """Yield ``batches``, which the base has read, and count before and after the head trains on each of them."""
         for batch in batches:
-            self.base_operations = memory.operations
-            """Operations of the base only."""
+            self.base_operations = memory.operations  # of the base only
             yield batch
-            self.loss = memory.peak - held
-            """Bytes of hidden states, activations and gradients, at the peak of the forward and backward passes."""
+            self.loss = memory.peak - held  # peak bytes of both passes: hidden states, activations, gradients
 
 
 def _make_gradients(head: nn.Module) -> None:

@@ -55,11 +55,9 @@ STEPS = 3  # to measure; the fastest counts
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
-    """Return the least seconds of each phase, and of "answers" if the built-in decoding makes them, on such GPUs.
-
-    The time of training is that of its matrix products. The time of a decoding step is that of its matrix products or
-    of reading all weights once, if that is longer.
-    """
+    """Return the least seconds of each phase, and of "answers" if the built-in decoding makes them, on such GPUs. The
+    time of training is that of its matrix products. The time of a decoding step is that of its matrix products or of
+    reading all weights once, if that is longer."""
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
     if config.decoded_here and plan.data.uses_answers:
@@ -145,8 +143,7 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Disp
     return fastest
 
 
-def why_not_measured(run: RunConfig, plan: Estimate) -> str:
-    """Return the reason why training steps cannot be timed on this machine; empty if they can."""
+def why_not_measured(run: RunConfig, plan: Estimate) -> str:  # empty if they can be measured
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
     if plan.devices > 1:
@@ -209,7 +206,6 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Table | str]:
-    """Return a table and lines about a run's time and memory on this machine, measured in real training steps."""
     display.line(f"   loading {run.base.name or 'the base'} to measure its steps")
     base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, measured_step(run, base, plan, display))

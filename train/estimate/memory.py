@@ -1,8 +1,6 @@
-"""Costs of a run (``mode=estimate``): parameters, trained tokens, memory per GPU, disk. No weights are loaded.
-
-The memory of a step is found by running the step on tensors without memory (``fake_step.py``). Fragmentation of the
-allocator, the CUDA context and the workspaces of matrix products are not included: keep about 10 % and 1 GiB free.
-"""
+"""Costs of a run (``mode=estimate``): parameters, trained tokens, memory per GPU, disk. No weights are loaded. The
+memory of a step is found by running the step on tensors without memory (``fake_step.py``). Fragmentation of the
+allocator, the CUDA context and the workspaces of matrix products are not included: keep about 10 % and 1 GiB free."""
 
 from dataclasses import replace
 
@@ -25,9 +23,7 @@ CACHED = 2  # bytes per value of a stored hidden state (float16 or bfloat16)
 
 class Estimate:
     """Parameters, trained tokens, memory and disk of a run on ``devices`` devices (processes) of the type ``device``.
-
-    Every node has ``per_node`` of the devices (None: all are on one node). Sizes are in bytes.
-    """
+    Every node has ``per_node`` of the devices (None: all are on one node). Sizes are in bytes."""
 
     def __init__(self, run: RunConfig, devices: int = 1, per_node: int | None = None, device: str = "cuda") -> None:
         self.phases, self.data, self.shard, self.trains_base = run.phases, run.data, run.shard, run.trains_base
@@ -60,8 +56,7 @@ class Estimate:
             checkpoint_activations(self.head)
 
     @property
-    def answer_tokens(self) -> int:
-        """Upper bound on the tokens of prompts and answers, as if each had the largest allowed length."""
+    def answer_tokens(self) -> int:  # of prompts and answers, at their largest lengths
         corpus = self.data.answers
         prompts = corpus.prompts + corpus.self_prompted
         return prompts * (corpus.max_prompt_tokens + corpus.sampler.max_new_tokens)
@@ -94,15 +89,12 @@ class Estimate:
         return sum(self.memory(name, mode).values())
 
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
-        """Return a device's bytes by purpose at the peak of a step of the phase ``name``.
-
-        ``mode`` replaces ``shard.mode`` unless None. The sizes come from a step on meta tensors, which need no memory.
-        With N shards, a device holds:
+        """Return a device's bytes by purpose at the peak of a step of the phase ``name``, from a step on meta tensors.
+        ``mode`` replaces ``shard.mode`` unless None. With N shards, a device holds:
 
         - of the base's layers, if the mode is ``full``: 1/N (none if offloaded), and ``GATHERED_LAYERS`` whole layers.
           If the run trains the base, there are two copies of the layers, of which it holds 1/N each.
-        - of the head: 1/N of its weights, gradients and moments in float32, and all weights in the dtype in which the
-          head computes.
+        - of the head: 1/N of its weights, gradients and moments in float32, and all weights in its computing dtype.
         - the larger of two: what the forward and backward passes store, or the head's gradients in float32, which are
           summed over the processes after the activations were freed.
         """
@@ -154,8 +146,7 @@ class Estimate:
         return self._steps[name, accumulates]
 
     @property
-    def disk(self) -> dict[str, int]:
-        """Upper bounds of the bytes on disk, by purpose."""
+    def disk(self) -> dict[str, int]:  # upper bounds in bytes, by purpose
         width = self.base.hidden_size * CACHED
         sizes = {"answers": self.answer_tokens * TOKEN_ID}
         storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}

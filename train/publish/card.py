@@ -47,10 +47,8 @@ def write_card(
     agreement: str | None = None,
 ) -> None:
     """Write the model card ``README.md``, ``eval.json`` and, if there is one, the loss curve into ``folder/head``.
-
     ``evaluation`` and ``quality`` (None: a frozen base) are the contents of ``eval.json`` and ``quality.json``.
-    ``answers`` are the counts of what is trained on.
-    """
+    ``answers`` are the counts of what is trained on."""
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
     evaluation = {**evaluation, "suite": suite_label(evaluation["suite"]), "tree": tree}
@@ -158,7 +156,6 @@ def base_licences(base: BaseConfig) -> dict[str, Any]:
 
 
 def base_link(head: DraftHead) -> str:
-    """Return the base's name in Markdown: a link if it is on the Hub, else the name of its folder."""
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
@@ -217,8 +214,7 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
-def contents(run: RunConfig) -> str:
-    """Name the training data other than text."""
+def contents(run: RunConfig) -> str:  # training data other than text
     return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
 
 

@@ -42,10 +42,8 @@ class TrackerConfig:
 
 class Tracker:
     """The experiment tracker of a run. Its errors never end the run: after the first, it warns and sends no more.
-
     Create it on the main process only, before the first row of ``metrics.jsonl`` is written: with rows, the folder's
-    wandb run is resumed.
-    """
+    wandb run is resumed."""
 
     def __init__(
         self,
@@ -69,11 +67,8 @@ class Tracker:
         self._attempt(lambda: self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step))
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows of ``metrics.jsonl`` that a resumed wandb run lacks.
-
-        If wandb is offline, all rows are sent, so that its newest folder holds the whole run. TensorBoard's files hold
-        all.
-        """
+        """Send the rows of ``metrics.jsonl`` that a resumed wandb run lacks. If wandb is offline, all rows are sent, so
+        that its newest folder holds the whole run. TensorBoard's files hold all."""
         if self._wandb_run is not None:
             for row in rows:
                 if row["total_step"] >= self._wandb_run.starting_step:
@@ -170,9 +165,7 @@ class Tracker:
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
     """Return the mode in which wandb starts. Without a login, ``auto`` is offline, so that wandb does not ask for one.
-
-    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
-    """
+    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file."""
     if mode != "auto":
         return mode
     if "WANDB_MODE" in environment:

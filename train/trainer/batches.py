@@ -24,11 +24,9 @@ MAX_UNSEEN_ROWS = 64  # text rows on which a trained base is measured
 
 
 class PhaseData:
-    """Packed rows of a phase and the base's hidden states at their tokens.
-
-    The phase trains on an endless sequence of rows: epochs of the same rows, each in another random order. The seed
-    determines any part of the sequence, so a resumed run needs no stored position.
-    """
+    """Packed rows of a phase and the base's hidden states at their tokens. The phase trains on an endless sequence of
+    rows: epochs of the same rows, each in another random order. The seed determines any part of the sequence, so a
+    resumed run needs no stored position."""
 
     def __init__(
         self,
@@ -40,10 +38,8 @@ class PhaseData:
     ) -> None:
         """Use the rows with numbers ``subset`` (None: all). ``spec`` names the layers of hidden states to return."""
         self.rows, self.base, self.spec, self.seed = rows, base, spec, seed
-        self.states: StatesSource | None = None
-        """Hidden states on disk. With None, the base computes hidden states when rows are loaded."""
-        self.waited_s = 0.0
-        """Seconds that ``stream`` has waited for the reading thread since the trainer last set this to 0."""
+        self.states: StatesSource | None = None  # on disk; None: the base computes them when rows are loaded
+        self.waited_s = 0.0  # seconds that ``stream`` waited for its reading thread; the trainer resets it to 0
         self.subset = np.arange(0 if isinstance(rows, StreamedRows) else len(rows)) if subset is None else subset
         self._epoch, self._order = -1, self.subset  # row numbers in the order of the epoch
 
@@ -109,11 +105,9 @@ class PhaseData:
 
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
     """Return the row numbers of each micro-batch of process ``rank``, in a step that trains on the rows ``numbers``.
-
     Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows. Too few rows raise a
     ``UserError``. Example: 8 rows in micro-batches of 2 on 2 processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on
-    rank 1.
-    """
+    rank 1."""
     count = -(-len(numbers) // (micro_batch_size * processes)) * processes
     if count > len(numbers):
         raise UserError(
@@ -126,11 +120,9 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
 def open_phase(
     corpora: Corpora, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
 ) -> PhaseData:
-    """Open the rows of a phase's corpus, in the training order of ``seed``.
-
-    With ``store_hidden_states``, hidden states that are not on disk are computed and stored now, for the first
-    ``num_rows`` rows of the training order (None: for all rows).
-    """
+    """Open the rows of a phase's corpus, in the training order of ``seed``. With ``store_hidden_states``, hidden states
+    that are not on disk are computed and stored now, for the first ``num_rows`` rows of the training order (None: for
+    all rows)."""
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec)
     if phase.corpus == "text":
@@ -154,11 +146,9 @@ def open_phase(
 def open_held_out(
     corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, stored: bool, base: BaseModel | None = None
 ) -> PhaseData:
-    """Open the held-out answers in rows of ``seq_len`` tokens.
-
-    If ``stored``, missing hidden states are computed and stored now. ``base`` is the model whose hidden states are read
-    (None: the corpora's base). States of any other model, such as a trained base, are never stored.
-    """
+    """Open the held-out answers in rows of ``seq_len`` tokens. If ``stored``, missing hidden states are computed and
+    stored now. ``base`` is the model whose hidden states are read (None: the corpora's base). States of any other
+    model, such as a trained base, are never stored."""
     rows = corpora.answer_rows(seq_len, held_out=True)
     data = PhaseData(rows, corpora.base if base is None else base, spec)
     if stored and data.base is corpora.base:
@@ -167,10 +157,8 @@ def open_held_out(
 
 
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> PackedRows | None:
-    """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text.
-
-    Phases that train only the head may have trained on these rows.
-    """
+    """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text. Phases
+    that train only the head may have trained on these rows."""
     text_phases = [p for p in phases.values() if p.corpus == "text"]
     base_phases = [p for p in text_phases if p.train_base]
     if not text_phases:

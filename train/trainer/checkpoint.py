@@ -38,8 +38,7 @@ from drafthead.system.devices import rng_states, set_rng_states
 
 HEAD, OPTIMIZER, RNG, STATE = "head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
 BEST = "best"
-FORMAT, READ_FORMATS = 3, (2, 3)
-"""Format 2 (drafthead 0.3.0) has more in ``state.json`` about optimisers and generators, which is not read."""
+FORMAT, READ_FORMATS = 3, (2, 3)  # 2 (drafthead 0.3.0) has more in ``state.json``, which is not read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +49,9 @@ class Checkpoint:
     state: dict[str, Any]
     head: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    rng: list[dict[str, Tensor]]
-    """Random states by rank, for ``restore_rng``."""
+    rng: list[dict[str, Tensor]]  # by rank, for ``restore_rng``
     manifests: dict[str, Any]
-    warnings: tuple[str, ...] = ()
-    """A line for every newer checkpoint, which is damaged."""
+    warnings: tuple[str, ...] = ()  # a line for every newer checkpoint, which is damaged
 
 
 def capture_rng() -> dict[str, Tensor]:
@@ -79,15 +76,11 @@ def save_checkpoint(
     manifests: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write the checkpoint ``folder/step-<step>`` and return its path. Call this on one process only.
-
-    ``state`` is the progress in JSON values; its ``score``, if any, decides which checkpoint is the best. ``head`` and
-    ``optimizer`` are what ``full_state_dict`` returns, ``rng`` has the ``capture_rng`` of each process by rank.
-
-    All but the newest ``keep`` checkpoints and the best one are removed, and the link ``best`` is updated. Checkpoints
-    of later steps are also removed: since the run did not resume from them, they are damaged or belong to an earlier
-    run.
-    """
+    """Write the checkpoint ``folder/step-<step>`` and return its path. Call this on one process only. ``state`` is the
+    progress in JSON values; its ``score``, if any, decides which checkpoint is the best. ``head`` and ``optimizer`` are
+    what ``full_state_dict`` returns, ``rng`` has the ``capture_rng`` of each process by rank. All but the newest
+    ``keep`` checkpoints and the best one are removed, and the link ``best`` is updated. Checkpoints of later steps are
+    also removed: since the run did not resume from them, they are damaged or belong to an earlier run."""
     by_rank = {f"rank.{rank}.{name}": t for rank, states in enumerate(rng) for name, t in states.items()}
     contents = {HEAD: dict(head), OPTIMIZER: dict(optimizer), RNG: by_rank}
     size = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
@@ -118,10 +111,8 @@ def save_checkpoint(
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Load the newest checkpoint of ``folder``, or None; damaged ones are skipped and listed in ``warnings``.
-
-    If all are damaged, raise a ``UserError``.
-    """
+    """Load the newest undamaged checkpoint of ``folder``; None if there is none at all. Damaged ones are listed in
+    ``warnings``. If all are damaged, raise a ``UserError``."""
     paths = checkpoints(folder)
     warnings: list[str] = []
     for path in reversed(paths):
@@ -153,7 +144,6 @@ def load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
 
 
 def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
-    """Load the checkpoint ``path``; raise a UserError that describes any damage."""
     try:
         record = read_checksummed_json(safe_join(path, STATE))
         if record["format"] not in READ_FORMATS:
@@ -186,8 +176,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))
 
 
-def best_of(paths: list[Path]) -> Path | None:
-    """Return the checkpoint with the largest ``score``, of equal ones the last; None if none has a score."""
+def best_of(paths: list[Path]) -> Path | None:  # of equal scores the last; None without a score
     scores = {path: saved_state(path).get("score") for path in paths}
     measured = [path for path in reversed(paths) if isinstance(scores[path], int | float)]
     return max(measured, key=lambda path: float(scores[path] or 0), default=None)
@@ -225,7 +214,6 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove files of interrupted saves and replaced checkpoints."""
     for path in (*folder.glob(".writing.*"), *folder.glob(".replaced.*")):
         if path.is_symlink():
             path.unlink()

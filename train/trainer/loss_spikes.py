@@ -8,8 +8,7 @@ from pydantic import Field
 
 from drafthead.settings.schema import require, settings
 
-HISTORY = 16
-"""Number of losses needed to use their median. Before, only updates that are not finite are skipped."""
+HISTORY = 16  # losses needed to use their median; before, only updates that are not finite are skipped
 
 
 @settings(kw_only=True)
@@ -32,15 +31,9 @@ class LossSpikeConfig:
 
 def skip_reason(config: LossSpikeConfig, losses: list[float | None], loss: float, grad_norm: float) -> str | None:
     """Return the reason to skip the update of a training step, or None to apply it, and add the step to ``losses``.
-
-    Every process gets the same reduced numbers, so all processes decide alike.
-
-    Args:
-        config: Limits of the loss.
-        losses: Losses of the phase's latest ``config.window`` steps, oldest first; None for a skipped update.
-        loss: Mean loss per trained token of the step.
-        grad_norm: Norm of the step's gradient before clipping.
-    """
+    These are the losses of the phase's latest ``config.window`` steps, oldest first, with None for a skipped update.
+    ``loss`` is the mean per trained token, and ``grad_norm`` the norm before clipping. Both are reduced over the
+    processes, so all processes decide alike."""
     reason = None
     recent = [previous for previous in losses if previous is not None]
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):

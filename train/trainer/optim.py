@@ -14,17 +14,15 @@ from drafthead.errors import UserError
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.settings.schema import BelowOne, NonNegative, NonNegativeFloat, Share, require, settings
 
-SCHEDULES: dict[str, Callable[[float], float]] = {
+SCHEDULES: dict[str, Callable[[float], float]] = {  # decay progress (0 to 1) to decay factor
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
 }
-"""Functions of the decay's progress (0 to 1) that return the decay factor: from 1 to 0, or always 1 (``constant``)."""
-WARMUPS: dict[str, Callable[[float], float]] = {
+WARMUPS: dict[str, Callable[[float], float]] = {  # warm-up progress (0 to 1) to share of the peak rate
     "linear": lambda done: done,
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
-"""Functions of the warm-up's progress (0 to 1) that return the share of the peak learning rate (0 to 1)."""
 
 
 @settings(kw_only=True)
@@ -63,12 +61,10 @@ class OptimConfig:
 
 
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
-    """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps.
-
-    Step i has the rate at point i + 1 of the schedule, so that the first step's rate is not 0. The warm-up ends at step
+    """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps. Step i has the rate
+    at point i + 1 of the schedule, so that the first step's rate is not 0. The warm-up ends at step
     ``warmup_steps - 1``. If the phase is longer than its warm-up, a decaying schedule ends with ``lr * final_lr_ratio``
-    at the last step. IBM's training script is one step later: its first step has a learning rate of 0.
-    """
+    at the last step. IBM's training script is one step later: its first step has a learning rate of 0."""
     done = step + 1
     rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
     first = config.warmup_steps if config.decay_from == "warmup" else 0
@@ -80,12 +76,9 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
 
 def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
     """Return the optimisers of a head's trainable parameters, which include the base's adapters if these are trained.
-
     ``config.name="muon"`` uses Muon for the weights of linear layers, except projections to the vocabulary, and AdamW
-    for all other parameters. A head without trainable parameters is a ``UserError``.
-
-    The training step sets each group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``.
-    """
+    for all other parameters. A head without trainable parameters is a ``UserError``. The training step sets each
+    group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``."""
     muon_ids = set[int]()
     if config.name == "muon":
         projections = {id(weight) for k in range(head.depth) for weight in head.output_head(k).trained}

@@ -1,15 +1,13 @@
 """One optimiser step: gradients of summed losses, divided once by the global count of trained tokens. Its calls are::
 
-    Trainer._step                    trainer.py     passes the step's micro-batches, not yet read, to ``train_step``
-      train_step                     step.py        runs the step and returns its ``StepResult``
-        PhaseData.stream             batches.py     yields a batch and the base's hidden states, stored or computed now
-        DraftHead.loss               draft_head.py  the summed loss of a micro-batch; its backward pass follows
-        Trainer._reduce              trainer.py     sums tokens, gradients and losses over the processes
-        clip_gradients               step.py        scales the mean loss's gradients and returns their norm
-        skip_reason                  loss_spikes.py returns None, or the reason to skip the update
-        Optimizer.step               optim.py       updates the weights, at the rate that ``lr_at`` gave the trainer
-
-Callers other than ``Trainer`` pass no ``skip_reason``, so their updates are never skipped.
+Trainer._step                    trainer.py     passes the step's micro-batches, not yet read, to ``train_step``
+  train_step                     step.py        runs the step and returns its ``StepResult``
+    PhaseData.stream             batches.py     yields a batch and the base's hidden states, stored or computed now
+    DraftHead.loss               draft_head.py  the summed loss of a micro-batch; its backward pass follows
+    Trainer._reduce              trainer.py     sums tokens, gradients and losses over the processes
+    clip_gradients               step.py        scales the mean loss's gradients and returns their norm
+    skip_reason                  loss_spikes.py returns None, or the reason to skip the update
+    Optimizer.step               optim.py       updates the weights, at the rate that ``lr_at`` gave the trainer
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,12 +26,9 @@ from drafthead.models.heads.parts.losses import LossConfig
 class StepResult:
     """The result of one or more steps. Tensors stay on the device until they are logged."""
 
-    total: LossOutput
-    """Losses and metrics, summed over the steps, their micro-batches and all processes."""
-    grad_norm: Tensor
-    """Gradient norm of the latest step, before clipping."""
-    skip_reason: str | None = None
-    """Reason for skipping the update; None if it was applied, and always None in a sum of results."""
+    total: LossOutput  # summed over the steps, their micro-batches and all processes
+    grad_norm: Tensor  # of the latest step, before clipping
+    skip_reason: str | None = None  # None if the update was applied, and always in a sum of results
 
     def __add__(self, other: "StepResult") -> "StepResult":
         return StepResult(_added([self.total, other.total]), other.grad_norm)
@@ -121,9 +116,7 @@ def train_step(
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale the gradients in place to a total norm of at most ``max_norm``; return the norm before scaling, a scalar.
-
-    ``max_norm=inf`` leaves finite gradients unchanged. ``parameters`` may mix sharded and replicated ones.
-    """
+    ``max_norm=inf`` leaves finite gradients unchanged. ``parameters`` may mix sharded and replicated ones."""
     # torch's functions take either sharded or replicated tensors, so each group has its own call.
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     norms = []

@@ -43,18 +43,12 @@ from drafthead.train.trainer.step import StepResult, evaluate_loss, mean_metrics
 class TrainState:
     """The progress of a run between two steps."""
 
-    phase: NonNegative = 0
-    """Index (from 0) of the phase that continues; the number of phases if all are finished."""
-    step: NonNegative = 0
-    """Optimiser steps finished in the phase: the position in its schedule and data."""
-    global_step: NonNegative = 0
-    """Optimiser steps finished over all phases, as in the checkpoint's name."""
-    processes: Positive = 1
-    """Number of processes with which the run started. Resuming with another number keeps the rows of a step."""
-    score: float | None = None
-    """Held-out mean accepted length after the latest step; None if it was not measured there."""
-    losses: list[float | None] = field(default_factory=list)
-    """Losses of the phase's latest ``loss_spikes.window`` steps, oldest first; None for a skipped update."""
+    phase: NonNegative = 0  # index of the phase that continues; the number of phases if all are finished
+    step: NonNegative = 0  # finished in the phase: the position in its schedule and data
+    global_step: NonNegative = 0  # finished over all phases, as in the checkpoint's name
+    processes: Positive = 1  # with which the run started; resuming with another number keeps the rows of a step
+    score: float | None = None  # held-out mean accepted length after the latest step; None if not measured there
+    losses: list[float | None] = field(default_factory=list)  # of the latest steps, oldest first; None: skipped
 
 
 class Trainer:
@@ -71,8 +65,7 @@ class Trainer:
         best = checkpoint.best_of(checkpoint.checkpoints(self.checkpoints))
         score = checkpoint.saved_state(best)["score"] if best else None
         self.best_score: float | None = self.processes.gather(score)[0]
-        self._trained_on: dict[str, Any] = {}
-        """Manifests of the corpora in the checkpoint from which the run resumed; empty if it did not resume."""
+        self._trained_on: dict[str, Any] = {}  # manifests in the checkpoint from which the run resumed
 
     def train(self) -> None:
         """Train through every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
@@ -151,7 +144,6 @@ class Trainer:
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Raise a ``UserError`` if the packed rows of phase ``name`` differ between processes, by their ``digest``."""
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
@@ -203,9 +195,7 @@ class Trainer:
 
     def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
         """Log ``result``, the sum of the latest ``steps`` steps, and their speed; reject steps without trained tokens.
-
-        The steps began at the time ``started`` and waited ``waited`` seconds for data.
-        """
+        The steps began at the time ``started`` and waited ``waited`` seconds for data."""
         metrics = result.metrics()  # waits for the device, so the time below covers finished steps
         seconds, state = perf_counter() - started, self.state
         if not int(result.total.tokens):
@@ -275,10 +265,8 @@ class Trainer:
         return is_best
 
     def _save(self, optimizers: Sequence[torch.optim.Optimizer], end_of_phase: bool) -> None:
-        """Save a checkpoint, from which a run resumes with the next phase at the ``end_of_phase``.
-
-        Weights that are not finite are an error.
-        """
+        """Save a checkpoint, from which a run resumes with the next phase at the ``end_of_phase``. Weights that are not
+        finite are an error."""
         weights, moments = full_state_dict(self.head, optimizers)
         rng, state = self.processes.gather(checkpoint.capture_rng()), self.state
         if self.processes.rank:
@@ -339,7 +327,6 @@ class Trainer:
         return newest
 
     def _check_corpora(self) -> None:
-        """Raise a ``UserError`` if a corpus has changed since the checkpoint from which the run resumed."""
         for name, manifest in self.corpora.manifests.items():
             changed = difference(self._trained_on[name], manifest) if name in self._trained_on else None
             if changed is not None:
