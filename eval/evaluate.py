@@ -70,7 +70,7 @@ def evaluate(
     drafter that "head" means in ``config.baselines`` (default: ``drafter``). ``candidates`` are more drafters to time
     in the same run with the same rule, by name. ``costs`` and ``development``, the base's answers to the dev half, are
     for the prediction; missing answers are generated. ``calibration``, ``training_log`` (rows of ``metrics.jsonl``) and
-    ``training_data`` (a line about it) are for the report. Return the contents of ``eval.json``, and "resumed": [turns
+    ``training_data`` (one line of text) are for the report. Return the contents of ``eval.json``, and "resumed": [turns
     that an earlier run had answered, all turns]."""
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)

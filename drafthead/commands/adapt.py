@@ -120,8 +120,7 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Return the mean accepted length of ``rows``: all tokens / all steps. ``key`` "steps_frozen": the original
-    head's."""
+    """Return all tokens / all steps of ``rows``. With ``key`` "steps_frozen", steps are those of the original head."""
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
 

@@ -72,8 +72,7 @@ def push(
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
     """Upload the saved head in ``folder``, with the repository's name in its README.md; return its address. After
-    temporary failures the upload is tried again. If no attempt succeeds, a ``UserError`` gives the command for a later
-    upload."""
+    temporary failures the upload is repeated. If no attempt succeeds, a ``UserError`` gives the command for later."""
     for wait in (*waits, None):
         try:
             return _upload(folder, repo, private)

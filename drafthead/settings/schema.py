@@ -104,8 +104,7 @@ def require(holds: bool, key: str, limit: str, value: Any) -> None:
 
 def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
     """Convert ``values`` from YAML or JSON to an instance of the settings class ``cls``. A wrong value is a
-    ``UserError`` like "phases.distill.optim.lr must be above 0 and below 1, got 7". ``prefix`` is put before the
-    key."""
+    ``UserError`` like "phases.distill.optim.lr must be above 0 and below 1, got 7"; ``prefix`` precedes the key."""
     try:
         return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:

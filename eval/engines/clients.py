@@ -75,8 +75,7 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Connect to the server at ``url``, which drafts ``drafts`` tokens per step; ``process`` is set if we started
-        it."""
+        """Connect to the server at ``url``, which drafts ``drafts`` tokens per step; ``process``: if it is ours."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         self._key = api_key()
@@ -131,7 +130,6 @@ class EngineServer(ABC):
             return text
 
     def _timed(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
-        """Send a POST request; return the response's JSON and the seconds until it came."""
         started = time.perf_counter()
         return self._send(path, body), time.perf_counter() - started
 
@@ -148,8 +146,7 @@ class EngineServer(ABC):
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.
-        ``stopped``: the answer ended with this token, not at its length limit. ``token``: its id, if the server names
-        it."""
+        ``stopped``: the answer ended with this token, not at its length limit. ``token``: its id, if known."""
         if (ended := through_end(tokens, self.eos_ids)) is not None:
             return ended
         if not stopped or not self.eos_ids:

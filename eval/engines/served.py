@@ -51,8 +51,7 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """Method in which our decoder drafts a chain, such as ``chain:3``; the evaluated method if that drafts this
-    chain."""
+    """Method in which our decoder drafts a chain, such as ``chain:3``; METHOD if the evaluated drafter drafts it."""
     head: DraftHead | None = None  # with which our decoder drafts that chain
     drafts: int = 0  # length of the chain that the engines and our decoder draft
     methods: dict[str, tuple[Callable[[list[int]], DecodeResult], str]] = field(default_factory=dict)

@@ -193,7 +193,6 @@ def _argmax_with_probs() -> Proposal:
 
 
 def _two_kinds() -> Proposal:
-    """Combine a draft sampled with replacement and a draft sampled without."""
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
     return combined_draft(drafts, torch.zeros(1, dtype=torch.int64), PerRowRng([0], [0], DRAFT, torch.device("cpu")))

@@ -42,8 +42,7 @@ def step_table(
     spans: Spans = lambda _, tokens: ["answer"] * len(tokens),
 ) -> Rows:
     """Return the table of steps of all methods: per answer a row 0 for the prefill, then a row per decoding step.
-    ``prompts``, ``turns`` and ``ids`` (of the prompt) have an item per answer; without prompts the answers are
-    numbered."""
+    ``prompts``, ``turns`` and ``ids`` (of the prompt) have an item per answer; without prompts they are numbered."""
     import pandas as pd  # takes half a second, and only summaries need it
 
     rows: list[dict[str, Any]] = []

@@ -24,7 +24,6 @@ def write_report(
     training_log: Sequence[dict[str, Any]] = (),
     training_data: str | None = None,
 ) -> None:
-    """Write ``folder/report.html`` and its plots. ``training_log`` has the rows of ``metrics.jsonl``."""
     figures = []
     for name, figure in draw_figures(evaluation, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")

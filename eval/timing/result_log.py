@@ -79,7 +79,6 @@ class ResultLog:
         turn: int = 0,
         other_cpu_s: float | None = None,
     ) -> None:
-        """Store a result, and append it to the file before returning."""
         self._results[key, decoder], self.other_cpu_s[key, decoder] = result, other_cpu_s
         if self._path is None:
             return

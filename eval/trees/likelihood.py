@@ -15,8 +15,7 @@ from drafthead.system.devices import wide
 NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
 """Limits of ``check_likelihood``. Answers are rejected if more than NEAR_TIES + IMPOSSIBLE_SHARE * tokens have
 probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard errors and NATS_LIMIT nats. A few
-impossible tokens are rounding: a forward pass of another shape may swap two nearly equal logits, above all in 16
-bits."""
+impossible tokens are rounding: a pass of another shape may swap two nearly equal logits, above all in 16 bits."""
 MAX_VALUES = 1 << 23  # probabilities in one tensor, to bound the memory (8 bytes each in float64)
 
 

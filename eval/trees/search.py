@@ -127,11 +127,11 @@ class SequoiaTrees:
 
 
 def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
-    """Run Sequoia's dynamic program (2402.12374) for trees of up to ``nodes`` nodes, root included. ``acceptance`` [K,
-    S] is P(candidate b is the first accepted one) at each depth; trees are at most K drafts deep. T is the mean
-    accepted length of the best tree of m nodes and depth up to l whose root has b children. It consists of a tree of y
-    nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes. P[b] is ``acceptance`` of the b-th
-    child::
+    """Run Sequoia's dynamic program (2402.12374) for trees of up to ``nodes`` nodes, root included.
+    ``acceptance`` [K, S] is P(candidate b is the first accepted one) at each depth; trees are at most K drafts deep.
+    T is the mean accepted length of the best tree of m nodes and depth up to l whose root has b children. It consists
+    of a tree of y nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes. P[b] is ``acceptance``
+    of the b-th child::
 
         T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
 

@@ -1,7 +1,6 @@
 """Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
 Shape legend: B answers at a time, K draft positions, S candidates, n positions, W draft vocabulary, V vocabulary. T:
-tokens in hidden states, start positions of steps in acceptance probabilities. D: hidden size; in [T, D+1], tree
-depth."""
+tokens in hidden states, start positions in acceptance probabilities. D: hidden size; in [T, D+1], tree depth."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
