@@ -7,7 +7,7 @@ from importlib import import_module
 from drafthead.errors import print_any_text
 from drafthead.version import __version__
 
-COMMANDS = {
+COMMANDS = {  # module of each command, and its line in `drafthead --help`
     "train": ("drafthead.train.run", "run a recipe: corpora, phases, tree, evaluation, head on disk"),
     "data": ("drafthead.commands.data", "make the corpora of a recipe and stop"),
     "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
@@ -25,7 +25,6 @@ COMMANDS = {
     "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
     "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }
-"""(module, line in ``drafthead --help``) of each command."""
 HELP = f"""\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and measure the speedup.
 
@@ -57,7 +56,6 @@ Several GPUs: accelerate launch train/run.py recipe=...  takes the settings of d
 
 
 def main() -> None:
-    """Run ``drafthead COMMAND ...``. The command gets ``drafthead COMMAND`` as its program name."""
     print_any_text()
     command, rest = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command in ("--help", "-h", "help"):

@@ -31,7 +31,6 @@ ENGINES = ("vLLM", "SGLang", "llama.cpp")
 
 
 def commands_page() -> str:
-    """Return the page with the usage of every command."""
     lines = [
         "# Commands",
         "Settings are given as `key=value`: [settings](settings.md).",
@@ -47,7 +46,6 @@ def commands_page() -> str:
 
 
 def settings_page() -> str:
-    """Return the page of settings: those of every command, of sources, and of every head."""
     parts = [
         "# Settings\n"
         "All settings of all commands. Every command takes them as `key=value`. `drafthead COMMAND --help` prints them "
@@ -68,7 +66,6 @@ def settings_page() -> str:
 
 
 def recipes_page() -> str:
-    """Return the page of recipes, and of the choices in the other folders of recipes/, such as ``base``."""
     lines = [
         "# Recipes",
         "`drafthead train recipe=NAME` runs a recipe; `mode=estimate` prints its memory, tokens and disk first. "
@@ -92,7 +89,6 @@ def recipes_page() -> str:
 
 
 def engines_page() -> str:
-    """Return the page of engines: the engines that load each head, and the formats that they read."""
     lines = [
         "# Engines, heads and formats",
         "Engines that load each head, with the value of `to=` for `drafthead export`. They refer to the newest version "
@@ -128,7 +124,6 @@ def engines_page() -> str:
 
 
 def api_page() -> str:
-    """Return the page of public Python functions and classes, as directives for mkdocstrings."""
     names = sorted((name for name in drafthead.__all__ if name != "__version__"), key=lambda name: name[0].isupper())
     members = {name: getattr(drafthead, name) for name in names}
     lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples.", ""]
@@ -148,7 +143,6 @@ PAGES = {
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield the path and the text of every generated page."""
     for name, make in PAGES.items():
         lines = [_wrapped(line) for line in make().split("\n")]
         yield FOLDER / f"{name}.md", "\n".join([GENERATED, *lines, ""])

@@ -19,12 +19,10 @@ from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import BelowOne, NonNegative, Positive, PositiveFloat, Seed, require, settings
 
-Split = Literal["all", "dev", "test"]
-"""Part of a suite. Trees, settings and recipes are chosen on its ``dev`` half; results are reported on ``test``."""
+Split = Literal["all", "dev", "test"]  # trees, settings and recipes are chosen on dev; results are reported on test
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
-METHOD = "speculative"
-"""Name of the evaluated drafter's method. The headline numbers describe this method if it ran."""
+METHOD = "speculative"  # method of the evaluated drafter, which the headline numbers describe if it ran
 
 
 @settings(kw_only=True)
@@ -179,9 +177,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
 
 def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
     """Parse ``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; return None for other kinds.
-
-    ``depth`` is the length of ``chain`` and the depth of dynamic trees. A malformed value raises a ``UserError``.
-    """
+    ``depth`` is the length of ``chain`` and the depth of dynamic trees. A malformed value raises a ``UserError``."""
     kind, _, detail = spec.partition(":")
     try:
         if kind == "chain":

@@ -46,8 +46,7 @@ from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.display import Display
 
-PREDICTED_ON = 36
-"""Number of prompts of the dev half from which ``predict`` forecasts the results."""
+PREDICTED_ON = 36  # prompts of the dev half from which `predict` forecasts the results
 
 
 def evaluate(
@@ -67,22 +66,12 @@ def evaluate(
     training_data: str | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, with drafts and with the baselines; write ``eval.json`` and ``report.html``.
-
-    An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
-
-    Args:
-        draft_config: tree and sampling of the drafts; by default ``config.draft_config(drafter)``.
-        head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
-        candidates: more drafters to time in the same run with the same rule, by name.
-        calibration: the calibration of the head's tree, for the report.
-        costs: step costs on this machine, for the prediction and the report.
-        training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half; generated if a prediction needs them.
-        training_data: a line about the head's training data, for the report.
-
-    Returns:
-        The contents of ``eval.json``, and "resumed": [turns that an earlier run had answered, all turns].
-    """
+    Finished prompts are stored in ``eval-log-*.jsonl``, from which an interrupted evaluation resumes. ``head`` is the
+    drafter that "head" means in ``config.baselines`` (default: ``drafter``). ``candidates`` are more drafters to time
+    in the same run with the same rule, by name. ``costs`` and ``development``, the base's answers to the dev half, are
+    for the prediction; missing answers are generated. ``calibration``, ``training_log`` (rows of ``metrics.jsonl``) and
+    ``training_data`` (one line of text) are for the report. Return the contents of ``eval.json``, and "resumed": [turns
+    that an earlier run had answered, all turns]."""
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)
     if not config.engines:  # which are asked for answers without a penalty
@@ -112,10 +101,8 @@ def evaluate(
 def _timed(
     base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, display: Display
 ) -> TimedResults:
-    """Answer the suite with all ``compared`` methods, interleaved.
-
-    Finished answers of an earlier run are used again if ``Method.composition`` is unchanged.
-    """
+    """Answer the suite with all ``compared`` methods, interleaved. Finished answers of an earlier run are used again if
+    ``Method.composition`` is unchanged."""
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
@@ -144,10 +131,8 @@ def predict(
     texts: Sequence[Answer] | None = None,
 ) -> dict[str, Any] | None:
     """Return the performance expected on ``config``'s test half, simulated on the answers ``texts`` to its dev half.
-
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
-    than the temperature, prompts are answered in batches, or a combined drafter samples its drafts.
-    """
+    than the temperature, prompts are answered in batches, or a combined drafter samples its drafts."""
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
         return None
@@ -169,10 +154,8 @@ def predict(
 
 
 def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
-    """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
-
-    If the drafter reads only final hidden states, the answers keep those of decoding, which saves a second pass.
-    """
+    """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``. If the drafter reads only
+    final hidden states, the answers keep those of decoding, which saves a second pass."""
     return base_answers(
         base,
         suite=config.suite,
@@ -204,7 +187,6 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
 def _settings(
     base: BaseModel, drafter: Drafter, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 ) -> dict[str, Any]:
-    """Return the settings for ``eval.json``, with the base's kernels and its ignored generation_config settings."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
@@ -239,10 +221,8 @@ def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of ``drafter`` (a ``Method.composition``) and all settings that determine a prompt's result.
-
-    The hash is part of the name of the log from which an evaluation resumes.
-    """
+    """Return a hash of ``drafter`` (a ``Method.composition``) and all settings that determine a prompt's result. It is
+    part of the name of the log from which an evaluation resumes."""
     # The seed orders the decoders. With another order, times of one prompt could come from two processes.
     settings = {
         f.name: getattr(config, f.name)
@@ -268,11 +248,9 @@ def _equalities(
     engines: set[str],
     config: EvalConfig,
 ) -> dict[str, list[Equality]]:
-    """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
-
-    Sampled answers of transformers are not compared, because transformers draws other random numbers. If drafts may
-    change sampled answers, the result is empty.
-    """
+    """Compare the answers of each method, turn by turn, with those of our autoregressive decoding. Sampled answers of
+    transformers are not compared, because transformers draws other random numbers. If drafts may change sampled
+    answers, the result is empty."""
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     if not (config.sampler.greedy or decode_config.same_text):
         return {}
@@ -296,10 +274,8 @@ def _compared(
     tie: float | None,
     recompute: Callable[..., tuple[int | None, int | None]] | None = None,
 ) -> list[Equality]:
-    """Compare the answers of two methods, turn by turn; two logits closer than ``tie`` are a tie.
-
-    ``recompute`` takes prompt ids, result and the first differing position, to explain other differences.
-    """
+    """Compare the answers of two methods, turn by turn; two logits closer than ``tie`` are a tie. ``recompute`` takes
+    prompt ids, result and the first differing position, to explain other differences."""
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
         margin = partial(logit_margin, base, ids, before.tokens, after.tokens)

@@ -1,8 +1,6 @@
 """Compare heads, chain lengths and confidence thresholds in one run; the fastest setting becomes its head's default.
-
 Made for Kangaroo, whose exit layer and threshold trade acceptance for cheaper drafts. A grid can compare any heads of
-one base.
-"""
+one base."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +25,11 @@ from drafthead.models.token_tree import TokenTree
 class Candidate:
     """A head with the tree and threshold that it drafts with."""
 
-    name: str
-    """Name of the method in the evaluation."""
+    name: str  # of the method in the evaluation
     folder: str
-    """The head's folder."""
     head: DraftHead
     draft_config: DraftConfig
-    default: bool = False
-    """True if this is the head's own tree and threshold."""
+    default: bool = False  # True for the head's own tree and threshold
 
 
 def check_folders(folders: Sequence[str]) -> None:
@@ -79,11 +74,9 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 
 
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
-    """Make the fastest candidate its head's default and write ``grid.json`` and ``grid.png``; return a console line.
-
-    The default changes only if the whole interval of the candidate's speedup is above the default's speedup. With
-    ``dry`` nothing is written or changed.
-    """
+    """Make the fastest candidate its head's default and write ``grid.json`` and ``grid.png``; return a console line. A
+    smaller gain is noise: the default changes only if the whole interval of the candidate's speedup is above the
+    default's speedup. With ``dry`` nothing is written or changed."""
     methods = evaluation["overall"]["methods"]
     rows: list[dict[str, Any]] = [
         {
@@ -110,7 +103,6 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
         "confidence_threshold": head.confidence_threshold,
     }
     default = next(row for row in rows if row["head"] == best["head"] and row["default"])
-    # A smaller gain is noise: the whole interval must lie above the default.
     changed = best["interval"][0] is not None and best["interval"][0] > default["speedup"]
     if changed:
         assert isinstance(winner.draft_config.tree, TokenTree)

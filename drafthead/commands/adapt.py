@@ -56,7 +56,6 @@ class AdaptConfig(OnlineConfig, SuiteConfig):
 
 @command("adapt", AdaptConfig, __doc__)
 def main(config: AdaptConfig) -> None:
-    """Answer the suite, train the head on its answers meanwhile, and save the head, the log and the figure."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
     display = Display()
     with display.stage(f"head {config.head}"):
@@ -121,16 +120,12 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Return the mean accepted length of rows of ``answers.jsonl``: all tokens divided by all steps.
-
-    ``key`` is "steps", or "steps_frozen" for the original head.
-    """
+    """Return all tokens / all steps of ``rows``. With ``key`` "steps_frozen", steps are those of the original head."""
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
 
 
 def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
-    """Return the lines to print at the end: accepted lengths over ``rows`` of the log, and the time of updates."""
     quarter = max(1, len(rows) // 4)
     lines = [
         f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {quarter}: "
@@ -151,7 +146,6 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
-    """Draw the mean accepted length per ``interval`` answers, of the learning head and, if simulated, the original."""
     figure, axes = new_axes(height=3.2)
     groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
     centres = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]

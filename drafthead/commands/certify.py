@@ -75,7 +75,6 @@ class CertifyConfig:
 
 @command("certify", CertifyConfig, __doc__)
 def main(config: CertifyConfig) -> None:
-    """Enumerate all rows, or ``callable``, and print the results; exit with code 1 if a row failed."""
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
     if config.callable:
@@ -114,7 +113,6 @@ def main(config: CertifyConfig) -> None:
 
 
 def check_callable(config: CertifyConfig, display: Display) -> None:
-    """Enumerate the user's sampler and print its distance from the target; exit with code 1 if it is biased."""
     sampler = load_sampler(config.callable)
     probs = (config.target, config.draft) if config.target else None
     with display.stage("enumerating all outcomes"):
@@ -134,7 +132,6 @@ def check_callable(config: CertifyConfig, display: Display) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return the results as a table to print."""
     shown = Table(title="distribution of the committed tokens, against the target's own")
     for heading in ("rule", "draft_sampling", "sampler", "shape"):
         shown.add_column(heading, overflow="fold")

@@ -41,8 +41,7 @@ from drafthead.settings.schema import Positive, Seed, settings
 from drafthead.system.display import PlainConsole
 from drafthead.system.machine import OtherProcesses, other_processes_line
 
-PLAIN_TOKENS = 33
-"""Number of tokens to decode without drafts, to measure plain speed. The first comes from the prefill, not a step."""
+PLAIN_TOKENS = 33  # decoded without drafts to measure plain speed; the first comes from the prefill, not a step
 SVG_WIDTH = 96
 
 
@@ -70,7 +69,6 @@ class ChatConfig(DrafterConfig):
 
 @command("chat", ChatConfig, __doc__, words="message")
 def main(config: ChatConfig) -> None:
-    """Answer all messages."""
     if config.record is not None and not config.record.resolve().parent.is_dir():
         raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
     console = PlainConsole()
@@ -84,7 +82,6 @@ def main(config: ChatConfig) -> None:
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """Yield the user's messages: the lines of standard input that are not empty, up to /exit."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
@@ -194,7 +191,6 @@ class Chat:
         self.transcript.append(f"{recorded or line}\n", style="dim")
 
     def end(self) -> None:
-        """Report the CPU use of other processes, and write the recording if ``record`` is set."""
         self._note(other_processes_line(self.others.cores))
         if self.config.record is None:
             return
@@ -208,6 +204,5 @@ class Chat:
         self.console.print(f"recorded in {self.config.record}", soft_wrap=True)
 
 
-def _rate(steps: list[StepRecord]) -> float:
-    """Return the tokens per second of decoding ``steps``."""
+def _rate(steps: list[StepRecord]) -> float:  # tokens per second
     return sum(step.committed for step in steps) / sum(step.total_s for step in steps)

@@ -23,22 +23,17 @@ T = TypeVar("T")
 Task = Callable[[T], None]
 
 
-REGISTERED: dict[str, tuple[type[Any], str]] = {}
-"""Settings class and usage of all imported commands, by the command's name, for the reference page."""
+REGISTERED: dict[str, tuple[type[Any], str]] = {}  # settings class and usage by command name, for the reference page
 
 
 def command(name: str, cls: type[T], usage: str, *, words: str = "") -> Callable[[Task[T]], Callable[[], None]]:
-    """Return a decorator that turns a function of checked settings into a command's entry point.
-
-    ``base=NAME`` sets the field ``base.name``, and ``from`` the field ``from_``. ``usage`` is printed before the
-    settings. ``words`` is the field that receives all arguments that are not settings, joined by spaces; "": they are
-    errors.
-    """
+    """Return a decorator that turns a function of checked settings into a command's entry point. ``base=NAME`` sets the
+    field ``base.name``, and ``from`` the field ``from_``. ``usage`` is printed before the settings. ``words`` is the
+    field that receives all arguments that are not settings, joined by spaces; "": they are errors."""
     REGISTERED[name] = cls, usage
 
     def decorate(task: Task[T]) -> Callable[[], None]:
         def main() -> None:
-            """Run the command with the arguments of the process, or print its help."""
             take_device()
             arguments = sys.argv[1:]
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
@@ -65,7 +60,6 @@ def command(name: str, cls: type[T], usage: str, *, words: str = "") -> Callable
 
 
 def required(cls: type[Any]) -> list[str]:
-    """Return the names of a settings class's fields that have no default."""
     return [f.name for f in fields(cls) if default_of(f) is MISSING]
 
 

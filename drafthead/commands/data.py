@@ -28,7 +28,6 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Make the corpora of the recipe that the process's arguments choose."""
     run_recipe(_main, RunConfig, __doc__)
 
 

@@ -28,8 +28,7 @@ from drafthead.train.config import composed
 from drafthead.train.estimate.hours import base_for_times, untrained_head
 from drafthead.train.estimate.memory import Estimate, size
 
-LIMIT_S = 110
-"""Seconds after which no further part of the page is started."""
+LIMIT_S = 110  # after these seconds, no further part of the page is started
 
 
 @settings(kw_only=True)
@@ -44,7 +43,6 @@ class DoctorConfig:
 
 @command("doctor", DoctorConfig, __doc__)
 def main(config: DoctorConfig) -> None:
-    """Print the page. A part that fails is replaced by a line with the error, and the exit code is then 1."""
     started, failed = perf_counter(), 0
     parts: dict[str, Callable[[], Iterator[str]]] = {"machine": machine, "exactness of a tiny head": exactness}
     parts["costs of a step"] = partial(costs, config.train)
@@ -63,7 +61,6 @@ def main(config: DoctorConfig) -> None:
 
 
 def machine() -> Iterator[str]:
-    """Yield versions and hardware."""
     host, (free, total) = hardware(), memory()
     yield f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}"
     yield f"device     {device_of(None)}, {host['gpu'] or 'no accelerator'}, {size(free)} of {size(total)} free"
@@ -72,7 +69,6 @@ def machine() -> Iterator[str]:
 
 
 def exactness() -> Iterator[str]:
-    """Yield a line per way to decode, with the number of answers that equal those without drafts."""
     tiny = composed(["recipe=eagle3_smollm2", "debug=tiny", "head.draft_vocab_size=null"])
     result = check_drafts(untrained_head(tiny, base_for_times(tiny)))
     yield f"exactness of a tiny eagle3 head on this device, {result['accepted']:.0%} of its drafts accepted"
@@ -97,7 +93,6 @@ def costs(overrides: list[str]) -> Iterator[str]:
 
 
 def memory_line(recipe: str) -> Iterator[str]:
-    """Yield a line with the estimated memory of a recipe's training step."""
     estimate = Estimate(composed([f"recipe={recipe}"]), device=device_of(None).type)
     needed = max(estimate.total(phase) for phase in estimate.phases)
     fits = 1.1 * needed + 2**30 < memory()[0]  # the margin that estimate/memory.py names

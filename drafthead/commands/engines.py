@@ -48,7 +48,6 @@ class EnginesCommandConfig:
     __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE),
 )
 def main(config: EnginesCommandConfig) -> None:
-    """Install the engine ``install``, if any, and report which engines are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
     if config.install == "vllm":
@@ -101,7 +100,6 @@ def _vllm(folder: Path) -> str:
 
 
 def _run(arguments: list[str], what: str, display: Display) -> None:
-    """Run a command, and show pip's lines about downloads and the installation as progress."""
     lines: list[str] = []
     out, err = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(arguments, stdout=out, stderr=err, text=True, errors="replace") as process:

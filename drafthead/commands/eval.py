@@ -43,16 +43,13 @@ from drafthead.models.drafters.expression import is_drafter, load_base_and_draft
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.display import Display
 
-TIMED_ON = 8
-"""Number of prompts of the suite's dev half on which a combined drafter is timed, to predict its speed."""
-SETTINGS = "eval-settings.json"
-"""File with the settings of the results in its folder, and a hash of the base, the drafter and this machine."""
+TIMED_ON = 8  # prompts of the suite's dev half on which a combined drafter is timed, to predict its speed
+SETTINGS = "eval-settings.json"  # settings of the results, and a hash of the base, the drafter and this machine
 RESULTS = ("eval.json", "report.html", "results.md", "plots", SETTINGS)
 
 
 @command("eval", EvalRunConfig, __doc__)
 def main(config: EvalRunConfig) -> None:
-    """Run the evaluation and write the report."""
     # Reject bad input before the model is loaded.
     load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     check_methods(config.baselines)
@@ -115,10 +112,8 @@ def main(config: EvalRunConfig) -> None:
 
 
 def keep_earlier(folder: Path, settings: dict[str, Any]) -> Path | None:
-    """Move results in ``folder`` that were measured with other ``settings`` to a new folder, and return it.
-
-    Logs of single answers stay, because an evaluation with a larger ``limit`` continues them.
-    """
+    """Move results in ``folder`` that were measured with other ``settings`` to a new folder, and return it. Logs of
+    single answers stay, because an evaluation with a larger ``limit`` continues them."""
     settings = {key: value for key, value in settings.items() if key not in ("out", "resume", "dry")}
     settings = json.loads(json.dumps(settings, default=str))  # as they are read
     path, earlier = folder / SETTINGS, None

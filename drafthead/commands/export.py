@@ -42,8 +42,7 @@ from drafthead.settings.schema import PositiveShare, settings
 from drafthead.system.display import Display
 
 CHECK_FILE = "export_check.json"
-BASE = "base"
-"""Name of the folder with the merged base, inside the exported folder."""
+BASE = "base"  # folder of the merged base, inside the exported folder
 
 
 @settings(kw_only=True)
@@ -91,7 +90,6 @@ class ExportConfig(SuiteConfig):
     __doc__.format(formats=textwrap.fill(", ".join(all_formats()), 111, subsequent_indent=" " * 9)),
 )
 def main(config: ExportConfig) -> None:
-    """Write the head, read it back, and keep it only if it drafts like the head."""
     target = format_named(config.to)
     if not config.texts:
         load_suite(config.suite, config.limit, config.seed)  # a wrong name fails before the model loads

@@ -51,7 +51,6 @@ class GenerateConfig(DrafterConfig):
 
 @command("generate", GenerateConfig, __doc__, words="prompt")
 def main(config: GenerateConfig) -> None:
-    """Answer the prompt with the head and, by default, also without drafts."""
     try:
         text = sys.stdin.read() if config.prompt == "-" else config.prompt
         text.encode()

@@ -30,8 +30,7 @@ from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 from drafthead.settings.schema import settings
 from drafthead.system.display import Display
 
-OURS = ("format", "settings", "base", "draft_vocab")
-"""Keys by which a ``config.json`` of drafthead itself is recognised."""
+OURS = ("format", "settings", "base", "draft_vocab")  # keys of drafthead's own config.json
 
 
 @settings(kw_only=True)
@@ -65,7 +64,6 @@ class ImportConfig:
     __doc__.format(formats=textwrap.fill(", ".join(all_formats()), 111, subsequent_indent=" " * 9)),
 )
 def main(config: ImportConfig) -> None:
-    """Read the published head, attach it to the base, and save it as a drafthead head."""
     folder, published_config = _open_published(config.from_, config.revision)
     content = {**published_config, **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
@@ -90,7 +88,6 @@ def main(config: ImportConfig) -> None:
 
 
 def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts that describe how a head was read."""
     layers, ids, common = head.spec.layers, len(head.d2t), {entry.name for entry in fields(DraftHeadConfig)}
     settings = {key: value for key, value in vars(head.config).items() if key not in common}
     yield "layers read", f"{', '.join(map(str, layers))} of {head.base.num_layers}" if layers else "the final state"
@@ -104,7 +101,6 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
 
 
 def _base_notes(content: dict[str, Any], base: BaseParts) -> Iterator[str]:
-    """Yield notes about a published config that names another base, or a shorter context than the base's."""
     named, limit = content.get(BASE_NAME), content.get("max_position_embeddings")
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
         yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"

@@ -36,7 +36,6 @@ class PushConfig(HubConfig):
 
 @command("push", PushConfig, __doc__)
 def main(config: PushConfig) -> None:
-    """Upload the folder; first write a short card if it has none, and the code of ``custom_generate``."""
     folder, display = Path(config.head), Display()
     if not folder.is_dir():
         raise UserError(f"no head folder at {folder}; give a folder on this machine (outputs/NAME/head)")

@@ -87,7 +87,6 @@ class ReplayConfig(SuiteConfig):
 
 @command("replay", ReplayConfig, __doc__)
 def main(config: ReplayConfig) -> None:
-    """Simulate all drafts and print a table; write answers and figure if ``save`` and ``plot`` are set."""
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:

@@ -1,7 +1,5 @@
-"""Draft heads on the Hugging Face Hub: uploads with retries, downloads of safetensors and JSON only.
-
-huggingface_hub reads ``HF_TOKEN`` (or the token of ``hf auth login``) and ``HF_ENDPOINT``.
-"""
+"""Draft heads on the Hugging Face Hub: uploads with retries, downloads of safetensors and JSON only. huggingface_hub
+reads ``HF_TOKEN`` (or the token of ``hf auth login``) and ``HF_ENDPOINT``."""
 
 import re
 import shlex
@@ -21,11 +19,10 @@ from drafthead.settings.schema import SettingError, settings
 # Files that can run code when they are loaded; never downloaded or read.
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 DOWNLOADED = ("*.json", "*.safetensors", "*.md")
-UPLOADED = (
+UPLOADED = (  # patterns; only these are uploaded, and those that the folder lacks are deleted on the Hub
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
-"""Patterns of a head's files. Only these are uploaded; those that the uploaded folder lacks are deleted on the Hub."""
 REPOSITORY = "<this repository or folder>"  # placeholder for the repository's name in a model card
 RETRY_WAITS = (2.0, 10.0, 60.0)  # seconds before further attempts; within one, the client retries single requests
 TEMPORARY_STATUS = (408, 429)  # below 500, after which an upload is tried again, as after all server errors
@@ -74,11 +71,8 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload the saved head in ``folder``, with the repository's name in its README.md; return its address.
-
-    First the repository's name is written into the head's README.md. After temporary failures the upload is tried
-    again; if no attempt succeeds, a ``UserError`` gives the command for a later upload.
-    """
+    """Upload the saved head in ``folder``, with the repository's name in its README.md; return its address. After
+    temporary failures the upload is repeated. If no attempt succeeds, a ``UserError`` gives the command for later."""
     for wait in (*waits, None):
         try:
             return _upload(folder, repo, private)

@@ -43,10 +43,8 @@ def make_folder(path: Path, setting: str) -> None:
 @contextmanager
 def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
-
     Readers therefore see the whole file or none. ``writer`` must differ between processes that write the same file at
-    the same time.
-    """
+    the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}{writer}.tmp")
     try:
@@ -138,7 +136,6 @@ def read_checksummed_json(path: Path) -> Any:
 
 
 def digest(content: Any) -> str:
-    """Return the sha256 of a JSON value."""
     read_back = json.loads(json.dumps(content))  # turns all keys into strings, which can be sorted
     return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
 
@@ -216,7 +213,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
-    """Return the folder in ``parent`` for what ``manifest`` describes: ``prefix`` and a digest."""
     return parent / f"{prefix}{digest(manifest)[:8]}"
 
 
@@ -234,11 +230,9 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
 
 
 def same_base(one: str, other: str) -> bool:
-    """Return True if two fingerprints are those of one base.
-
-    A quantised base's fingerprint has 16 digits, the first half of other bases'. A base with an adapter has two
-    fingerprints, joined by "=": of the adapter's files, and of the merged weights.
-    """
+    """Return True if two fingerprints are those of one base. A quantised base's fingerprint has 16 digits, the first
+    half of other bases'. A base with an adapter has two fingerprints, joined by "=": of the adapter's files, and of the
+    merged weights."""
     short, long = sorted((one, other), key=len)
     alike = not {*one.split("=")}.isdisjoint(other.split("="))
     return alike or (len(short) == 16 and long.startswith(short))
@@ -267,9 +261,7 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 @contextmanager
 def exclusive(folder: Path, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
-
-    ``log`` gets a line before waiting for another process. Code that only reads the folder takes no lock.
-    """
+    ``log`` gets a line before waiting for another process. Code that only reads the folder takes no lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:

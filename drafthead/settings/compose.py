@@ -29,12 +29,10 @@ from drafthead.settings.schema import (
 )
 
 T = TypeVar("T")
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 plus the number of SIGINT (2), as in shells."""
+INTERRUPTED = 130  # exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT
 
 
 def parse(cfg: DictConfig, cls: type[T]) -> T:
-    """Convert a composed config to an instance of the settings class ``cls``, which checks all values."""
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -52,10 +50,8 @@ def _without_missing(value: Any) -> Any:
 
 @cache
 def schema(cls: Any) -> type[Any]:
-    """Return a plain dataclass with the keys and defaults of a settings class, so that Hydra knows every key.
-
-    All values have type ``Any``, because the settings class checks them with better messages.
-    """
+    """Return a plain dataclass with the keys and defaults of a settings class, so that Hydra knows every key. All
+    values have type ``Any``, because the settings class checks them with better messages."""
     plain: list[tuple[str, Any, Any]] = []
     for f in fields(cls):
         kind = without_none(types_of(cls)[f.name])
@@ -113,7 +109,6 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
 
 
 def _unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
-    """Return the message for a file ``name`` that the recipe group does not have; it has the files ``choices``."""
     near = get_close_matches(name, choices)
     advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(choices)}"
     if group == "base" and not near:
@@ -132,10 +127,8 @@ def take_device() -> None:
 
 
 def override(argument: str, cls: type[Any], sweeps: bool = False) -> str:
-    """Return ``key=value`` in Hydra's syntax, in which many characters of a path have a meaning.
-
-    If it ``sweeps`` (``-m``), a text is left as it is, because ``a,b`` are two values.
-    """
+    """Return ``key=value`` in Hydra's syntax, in which many characters of a path have a meaning. If it ``sweeps``
+    (``-m``), a text is left as it is, because ``a,b`` are two values."""
     key, _, value = argument.partition("=")
     if takes_text(cls, key.lstrip("+"), value) and not sweeps:
         doubled = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), value)

@@ -11,10 +11,8 @@ from typing import Any, get_args, get_origin
 
 from drafthead.settings.schema import default_of, is_settings, limit_of, types_of, without_none
 
-COLUMN = 40
-"""Column of a help text at which explanations start."""
-WIDTH = 120
-"""Width of a help text, in columns."""
+COLUMN = 40  # at which explanations start
+WIDTH = 120  # in columns
 
 
 @dataclass(frozen=True)
@@ -22,12 +20,9 @@ class Setting:
     """A key of a settings class, described for ``--help`` and the reference page."""
 
     key: str
-    default: str | None
-    """The default as users would type it; None for a required setting."""
-    limit: str
-    """Choices or interval of the setting; "" if there is neither."""
-    help: str
-    """The docstring below the field, in one line."""
+    default: str | None  # as users would type it; None for a required setting
+    limit: str  # choices or interval; "" if there is neither
+    help: str  # the docstring below the field, in one line
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:

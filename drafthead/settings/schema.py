@@ -48,7 +48,6 @@ def settings(**options: Any) -> Callable[[type[T]], type[T]]:
 
         @wraps(init)
         def raising_user_errors(self: T, *args: Any, **values: Any) -> None:
-            """Initialise the settings; report an invalid value as a ``UserError``."""
             try:
                 init(self, *args, **values)
             except ValidationError as error:
@@ -68,12 +67,10 @@ _CONFIG = ConfigDict(
     arbitrary_types_allowed=True,
 )
 
-MIN_TEMPERATURE = 1e-5
-"""Smallest temperature other than 0. Logits divided by a much smaller one are infinite in float32."""
+MIN_TEMPERATURE = 1e-5  # other than 0; logits divided by a much smaller one are infinite in float32
 
 
 def check_temperature(value: float) -> float:
-    """Return ``value``; reject a temperature between 0 and ``MIN_TEMPERATURE``."""
     if 0 < value < MIN_TEMPERATURE:
         raise UserError(f"a temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {value:g}; use 0")
     return value
@@ -81,23 +78,19 @@ def check_temperature(value: float) -> float:
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""Seed of random numbers. NumPy takes seeds below 2 ** 32, and some seeds are sums."""
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]  # NumPy takes seeds below 2 ** 32, and some seeds are sums
 Temperature = Annotated[float, Field(ge=0), AfterValidator(check_temperature)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A share of a whole, from 0 to 1, both included."""
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class SettingError(UserError):
-    """Error for a value that the field's type allows, but that is wrong, for example because of another field.
-
-    Its text is "``key`` must be ``limit``, got ``value``", where ``key`` is the field's name. When a settings class
-    raises it, the user sees the dotted key of the class before the field's name.
-    """
+    """Error for a value that the field's type allows, but that is wrong, for example because of another field. Its text
+    is "``key`` must be ``limit``, got ``value``", where ``key`` is the field's name. When a settings class raises it,
+    the user sees the dotted key of the class before the field's name."""
 
     def __init__(self, key: str, limit: str, value: Any) -> None:
         super().__init__(f"{key} must be {limit}, got {value!r}")
@@ -110,11 +103,8 @@ def require(holds: bool, key: str, limit: str, value: Any) -> None:
 
 
 def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
-    """Convert ``values`` from YAML or JSON to an instance of the settings class ``cls``.
-
-    A wrong value is a ``UserError`` like "phases.distill.optim.lr must be above 0 and below 1, got 7". ``prefix`` is
-    put before the key.
-    """
+    """Convert ``values`` from YAML or JSON to an instance of the settings class ``cls``. A wrong value is a
+    ``UserError`` like "phases.distill.optim.lr must be above 0 and below 1, got 7"; ``prefix`` precedes the key."""
     try:
         return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
@@ -147,11 +137,9 @@ def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
 
 
 def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Sequence[str] = ()) -> str:
-    """Return the message for an unknown dotted ``key``, with settings of similar names.
-
-    ``location`` lists the keys that lead from ``cls`` to it, its own name last. ``siblings`` are the valid keys in its
-    place if its parent is not a settings class: names of phases.
-    """
+    """Return the message for an unknown dotted ``key``, with settings of similar names. ``location`` lists the keys
+    that lead from ``cls`` to it, its own name last. ``siblings`` are the valid keys in its place if its parent is not a
+    settings class: names of phases."""
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
     near = [key.removesuffix(name) + other for other in near] or get_close_matches(name, sorted(_names(cls)))
@@ -183,16 +171,13 @@ def limit_of(kind: Any) -> str:
 
 
 _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "min_length": "of length at least"}
-"""Names of limits in pydantic's ``Field``, and their words in messages."""
 
 
 def is_settings(kind: Any) -> bool:
-    """Return True if a type is a settings class."""
     return is_dataclass(kind)
 
 
 def is_optional(kind: Any) -> bool:
-    """Return True if a field of this type may be None."""
     return get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
 
 
@@ -210,7 +195,6 @@ def _container(kind: Any) -> Any:
 
 @cache
 def types_of(cls: Any) -> dict[str, Any]:
-    """Return the types, with their limits, of a settings class's fields."""
     return get_type_hints(cls, include_extras=True)
 
 
@@ -220,10 +204,8 @@ def default_of(f: dataclasses.Field[Any]) -> Any:
 
 
 def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the keys in ``location`` that users can type, and the type of the value to which they lead in ``cls``.
-
-    The ``loc`` of a pydantic error also contains members of unions and tuples.
-    """
+    """Return the keys in ``location`` that users can type, and the type of the value to which they lead in ``cls``. The
+    ``loc`` of a pydantic error also contains members of unions and tuples."""
     typed: list[int | str] = []
     kind = cls
     for step in location:
@@ -239,10 +221,8 @@ def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], An
 
 
 def takes_text(cls: Any, key: str, value: str) -> bool:
-    """Return True if ``value`` is the text of the setting ``key`` as it is; False if it has the syntax of YAML.
-
-    A path may hold any character. Where a list is expected, a text is its only item.
-    """
+    """Return True if ``value`` is the text of the setting ``key`` as it is; False if it has the syntax of YAML. A path
+    may hold any character. Where a list is expected, a text is its only item."""
     kind, ends = _container(locate(cls, key.split("."))[1]), value[:1] + value[-1:]
     if value in ("", "null") or ends in ("''", '""'):
         return False

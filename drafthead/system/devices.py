@@ -1,9 +1,7 @@
 """The device of a process, and the features of its backend. Only this module knows backends by name.
-
 ``torch.accelerator`` finds the device: CUDA (ROCm's devices have the same name), XPU, MPS, NPU, else the CPU. CUDA's
 rules are tested on a simulated device (``tests/accelerator``). ROCm, XPU, MPS and NPU follow torch's documentation and
-are untested.
-"""
+are untested."""
 
 import os
 import sys
@@ -51,11 +49,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def is_host(device: torch.device) -> bool:
-    """Return True if the host can read a tensor of ``device`` without waiting.
-
-    On other devices drafting never stops early and keeps unused tree nodes as padding, because waiting for the values
-    that decide this would cost more.
-    """
+    """Return True if the host can read a tensor of ``device`` without waiting. On other devices drafting never stops
+    early and keeps unused tree nodes as padding, because waiting for the values that decide this would cost more."""
     return device.type == "cpu"
 
 

@@ -52,7 +52,6 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Print the heading ``name`` before the block, and the block's duration after it."""
         self.console.print(f"== {visible(name)}", style="bold")
         started = monotonic()
         try:

@@ -51,11 +51,8 @@ def versions() -> dict[str, str]:
 
 
 class OtherProcesses:
-    """CPU time that other processes use while one or more ``with`` blocks run.
-
-    It is the machine's busy time minus that of this process and its descendants. In a container the machine is the
-    whole host. The resolution is 10 ms.
-    """
+    """CPU time that other processes use while one or more ``with`` blocks run. It is the machine's busy time minus that
+    of this process and its descendants. In a container the machine is the whole host. The resolution is 10 ms."""
 
     wall_s = 0.0
     cpu_s = 0.0

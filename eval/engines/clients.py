@@ -15,19 +15,16 @@ from drafthead.data.answers.http_client import LimitedClient, api_key, error_tex
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
-METRICS_WAIT_S = 2.0
-"""Seconds to wait at most for an engine to update its counters after an answer."""
+METRICS_WAIT_S = 2.0  # longest wait until an engine has updated its counters after an answer
 
 
 def engine_result(
     tokens: list[int], steps: int | None, accepted: Sequence[int] = (), prefill_s: float = 0.0, total_s: float = 0.0
 ) -> DecodeResult:
-    """Return an engine's answer as a ``DecodeResult``, with a record per step.
-
-    Engines count only how many steps accepted each draft position (``accepted``, empty if they count only ``steps``).
-    The steps with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps
-    becomes steps with 2, 1 and 0 accepted drafts. Without ``accepted``, the tokens are spread evenly over the steps.
-    """
+    """Return an engine's answer as a ``DecodeResult``, with a record per step. Engines count only how many steps
+    accepted each draft position (``accepted``, empty if they count only ``steps``). The steps with most accepted drafts
+    come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes steps with 2, 1 and 0
+    accepted drafts. Without ``accepted``, the tokens are spread evenly over the steps."""
     left = max(0, len(tokens) - 1)  # the first token comes with the prompt
     counts, drafted = [*accepted, 0], steps or 0
     lengths = [k for k in range(len(accepted), 0, -1) for _ in range(max(0, counts[k - 1] - counts[k]))]
@@ -78,10 +75,7 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Connect to the server at ``url``, which drafts ``drafts`` tokens per step.
-
-        ``process`` is the server's, if we started it, to report its exit.
-        """
+        """Connect to the server at ``url``, which drafts ``drafts`` tokens per step; ``process``: if it is ours."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         self._key = api_key()
@@ -97,7 +91,6 @@ class EngineServer(ABC):
         )
 
     def close(self) -> None:
-        """Close the connection."""
         self._runner.run(self._client.close())
         self._runner.close()
 
@@ -110,7 +103,6 @@ class EngineServer(ABC):
         """Return the version that the server reports."""
 
     def is_ready(self) -> bool:
-        """Return true if the server answers."""
         try:
             self._runner.run(self._client.with_options(timeout=2).get("/health", cast_to=str))
         except openai.OpenAIError:
@@ -138,7 +130,6 @@ class EngineServer(ABC):
             return text
 
     def _timed(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
-        """Send a POST request; return the response's JSON and the seconds until it came."""
         started = time.perf_counter()
         return self._send(path, body), time.perf_counter() - started
 
@@ -155,10 +146,7 @@ class EngineServer(ABC):
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.
-
-        ``stopped``: the answer ended with this token, not at its length limit. ``token`` is its id, if the server names
-        it.
-        """
+        ``stopped``: the answer ended with this token, not at its length limit. ``token``: its id, if known."""
         if (ended := through_end(tokens, self.eos_ids)) is not None:
             return ended
         if not stopped or not self.eos_ids:

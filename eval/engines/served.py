@@ -1,10 +1,8 @@
-"""A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation.
-
-Every engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the
-same length (method ``chain:3``), and the engine's acceptance must equal the chain's. The chain uses the original head,
+"""A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation. Every
+engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the same
+length (method ``chain:3``), and the engine's acceptance must equal the chain's. The chain uses the original head,
 because a head read back from the export would hide faults that writing and reading share. It drafts without bfloat16 or
-int8 copies of the weights. If the evaluated method is this chain already, there is no method ``chain:3``.
-"""
+int8 copies of the weights."""
 
 import hashlib
 import json
@@ -38,16 +36,13 @@ from drafthead.models.token_tree import TokenTree
 if TYPE_CHECKING:
     from drafthead.eval.engines.clients import EngineServer
 
-READS = {
+READS = {  # formats that each engine loads; the first that supports the head is used
     "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),
     "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
-"""Formats that each engine loads. The first format that supports the head is used."""
-PLAIN = "_plain"
-"""End of the name of an engine's method without the head."""
-VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
-"""vLLM runs without CUDA graphs, and, like our loop, answers one request at a time. Reports name these options."""
+PLAIN = "_plain"  # ends the name of an engine's method without the head
+VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")  # no CUDA graphs; one request at a time, like our loop
 Log = Callable[[str], None]
 
 
@@ -56,21 +51,16 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """Name of the method in which our decoder drafts a chain, such as ``chain:3``; "" without engines. If the evaluated
-    method drafts this chain, it is that method's name."""
-    head: DraftHead | None = None
-    """The head with which our decoder drafts that chain."""
-    drafts: int = 0
-    """Length of the chain that the engines and our decoder draft."""
+    """Method in which our decoder drafts a chain, such as ``chain:3``; METHOD if the evaluated drafter drafts it."""
+    head: DraftHead | None = None  # with which our decoder drafts that chain
+    drafts: int = 0  # length of the chain that the engines and our decoder draft
     methods: dict[str, tuple[Callable[[list[int]], DecodeResult], str]] = field(default_factory=dict)
-    """Per method (``vllm`` with the head, ``vllm_plain`` without it): the function that answers prompt ids, and a hash
-    of everything that determines its answers. Stored results with another hash are not used."""
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per engine its name, version, dtype ("" if unknown), format and options."""
+    """By method: the function that answers prompt ids, and a hash of everything that determines its answers. Stored
+    results with another hash are not used."""
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by engine: name, version, dtype, format, options
 
     @property
     def chain_config(self) -> DraftConfig:
-        """The chain that the engines draft, for our decoder."""
         return DraftConfig(tree=TokenTree.chain(self.drafts))
 
 
@@ -182,7 +172,6 @@ def _chain(head: DraftHead, config: EvalConfig) -> int:
 
 
 def vllm_python(config: EngineConfig) -> str:
-    """Return the Python interpreter that has vLLM, or raise ``UserError`` if it does not exist."""
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
@@ -205,14 +194,12 @@ def check_drafts(head: DraftHead, drafts: int) -> None:
 class EngineStart:
     """Starter of one engine's servers, with the head (exported to the folder ``published``) and without it."""
 
-    stack: ExitStack
-    """Context whose end stops the processes that were started."""
+    stack: ExitStack  # its end stops the processes that were started
     name: str
     settings: EnginesConfig
     base: BaseModel
     published: Path
-    method: str
-    """The engine's name for the head's drafting method."""
+    method: str  # the engine's name for the head's drafting method
     drafts: int
 
     def __post_init__(self) -> None:
@@ -268,7 +255,6 @@ class EngineStart:
         return vllm_python(self.own), arguments, variables
 
     def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
-        """Return interpreter, arguments of ``runner.py`` and environment that start llama.cpp on ``port``."""
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
             write_base(self.base, path, kind)
@@ -280,7 +266,6 @@ class EngineStart:
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

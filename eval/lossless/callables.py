@@ -1,9 +1,7 @@
-"""``certify`` for a speculative sampler that is a Python function, such as another project's.
-
-The function runs once for every outcome of its random choices. It makes them with ``choose(probs)``, or with torch:
-``torch.multinomial`` draws are choices, and so is every comparison of a ``torch.rand`` number with a probability.
-Therefore other projects' code often runs unchanged.
-"""
+"""``certify`` for a speculative sampler that is a Python function, such as another project's. The function runs once
+for every outcome of its random choices. It makes them with ``choose(probs)``, or with torch: ``torch.multinomial``
+draws are choices, and so is every comparison of a ``torch.rand`` number with a probability. Therefore other projects'
+code often runs unchanged."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +16,7 @@ from drafthead.errors import UserError, one_line
 from drafthead.eval.lossless.enumerate import CommittedProbs, total_variation
 from drafthead.eval.lossless.tabular_lm import TabularLM
 
-NextToken: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""Function from a prefix (token ids) to the float64 probabilities [V] of the next token."""
+NextToken: TypeAlias = Callable[[Sequence[int]], Tensor]  # from prefix to float64 probabilities [V] of the next token
 SpeculativeSampler: TypeAlias = Callable[[NextToken, NextToken, Callable[[Any], int], int], Sequence[int]]
 """Function of (target, draft, choose, length) that returns a step's tokens: up to ``length`` accepted drafts and one
 more. ``choose(probs)`` returns an index drawn from ``probs``."""
@@ -84,10 +81,8 @@ class _Choices(TorchFunctionMode):
         return self._below(numbers, limits) ^ asks_above
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
-        """Choose for each number whether it is below its limit.
-
-        A number is uniform in [``numbers.low``, ``numbers.high``); a choice narrows this interval.
-        """
+        """Choose for each number whether it is below its limit. A number is uniform in [``numbers.low``,
+        ``numbers.high``); a choice narrows this interval."""
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (numbers.low + limits).shape
         low, high, limits = (tensor.expand(shape) for tensor in (numbers.low, numbers.high, limits))
@@ -145,10 +140,8 @@ def distances(
     probs: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> tuple[list[float], int]:
     """Return the total variation between ``sampler``'s output and each target, and the total number of outcomes.
-
     ``probs`` are the next-token probabilities of one target and its draft model; None: ``PAIRS`` random pairs over
-    ``vocabulary`` tokens.
-    """
+    ``vocabulary`` tokens."""
     targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
     pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]
     if probs:

@@ -1,7 +1,5 @@
 """Cases that ``drafthead certify`` enumerates (rules, ways to draft, samplers, tree shapes) and cases to be refused.
-
-Vocabularies are chosen so that a case has some thousands of random outcomes.
-"""
+Vocabularies are chosen so that a case has some thousands of random outcomes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -142,7 +140,6 @@ class Case:
     greedy: bool = False  # accept drafts that equal the target's argmax, as decoding does at temperature 0
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
-        """Return a random target and a function that drafts for it."""
         target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed)
         return target, self.shape.draft(self.draft_sampling, self.draft_sampler, target, seed + 1)
 
@@ -196,7 +193,6 @@ def _argmax_with_probs() -> Proposal:
 
 
 def _two_kinds() -> Proposal:
-    """Combine a draft sampled with replacement and a draft sampled without."""
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
     return combined_draft(drafts, torch.zeros(1, dtype=torch.int64), PerRowRng([0], [0], DRAFT, torch.device("cpu")))
@@ -254,12 +250,10 @@ def _by_own_probability(proposal: Proposal) -> torch.Tensor:
 
 
 def _by_search(proposal: Proposal) -> torch.Tensor:
-    """Return the number of drafts with the most expected tokens per second, found by a search over all lengths.
-
-    The first draft's confidence is 0.6, the second's 0.9 after token 0 and 0.1 after token 1. Verifying one or two
-    drafts takes 1.7 times as long as verifying none, because another request's drafts fill the batch. The search looks
-    at the sampled token, which biases the output.
-    """
+    """Return the number of drafts with the most expected tokens per second, found by a search over all lengths. The
+    first draft's confidence is 0.6, the second's 0.9 after token 0 and 0.1 after token 1. Verifying one or two drafts
+    takes 1.7 times as long as verifying none, because another request's drafts fill the batch. The search looks at the
+    sampled token, which biases the output."""
     second = torch.where(proposal.tokens[:, 1] == 0, 0.6 * 0.9, 0.6 * 0.1)
     rates = torch.stack([torch.ones_like(second), torch.full_like(second, 1.6 / 1.7), (1.6 + second) / 1.7], 1)
     return rates.argmax(1)

@@ -1,12 +1,9 @@
-"""Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``).
-
-Each case runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of the random choices (``enumerate.py``). A step commits at most one token more than the tree is deep. If it commits
-fewer, the target generates the missing ones. All these tokens together must have the target's own distribution, up to a
-total variation of 1e-9 (rounding). A lossy rule is
-reported with its total variation. Biased combinations must be refused, and published ways to draft that are biased
-must be found biased by the amount calculated by hand.
-"""
+"""Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``). Each case runs the
+decoder's own drafting and verification on a small random target and drafter, once for every outcome of the random
+choices (``enumerate.py``). A step commits at most one token more than the tree is deep. If it commits fewer, the target
+generates the missing ones. All these tokens together must have the target's own distribution, up to a total variation
+of 1e-9 (rounding). A lossy rule is reported with its total variation. Biased combinations must be refused, and
+published ways to draft that are biased must be found biased by the amount calculated by hand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -42,11 +39,9 @@ class Row:
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """Return the mean total variation between ``rule`` and the target over 64 fixed random pairs of target and drafter.
-
-    It is the mean over 64 fixed pairs of random target and near drafter over 8 tokens, with a chain of one draft. It
-    compares lossy rules with each other. It does not predict the effect on a real model's answers.
-    """
+    """Return the mean total variation between ``rule`` and the target over 64 fixed pairs of random target and near
+    drafter over 8 tokens, with a chain of one draft. It compares lossy rules with each other. It does not predict the
+    effect on a real model's answers."""
     if rule.lossless:
         return 0.0
     total = 0.0
@@ -82,7 +77,6 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``."""
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:

@@ -1,16 +1,12 @@
 """The exact distribution of what a step commits: the decoder's own functions, run for every random outcome.
-
 ``EnumeratedRng`` replaces the random numbers. Every row of the batch is one sequence of choices with its probability:
 which token is drawn, and whether a candidate is accepted. A row follows its script, the choices given in advance. After
 the script's end it takes the likeliest option, and every other possible option becomes a new script. When no script is
 left, every sequence of choices was visited once, whatever the functions under test draw and in whatever order. The
 bonus token is not drawn: its whole distribution is added.
-
 Example with one draft of two tokens: the empty script draws the likelier token and accepts it. It leaves two scripts,
 "draw the other token" and "draw the likelier one, reject it". The first of them leaves one more.
-
-Shape legend: B rows (scripts), C draws per row, V vocabulary.
-"""
+Shape legend: B rows (scripts), C draws per row, V vocabulary."""
 
 from dataclasses import dataclass, field
 
@@ -46,11 +42,9 @@ class EnumeratedRng:
         return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Return [B, C] int64 draws from ``probs`` [B, C, V], like ``RandomSource.categorical``.
-
-        While verifying, a draw without ``offset`` is the bonus token: no choice is made, its distribution is stored. A
-        draw with an ``offset`` (a later position of the answer) only decides how far drafts are accepted.
-        """
+        """Return [B, C] int64 draws from ``probs`` [B, C, V], like ``RandomSource.categorical``. While verifying, a
+        draw without ``offset`` is the bonus token: no choice is made, its distribution is stored. A draw with an
+        ``offset`` (a later position of the answer) only decides how far drafts are accepted."""
         if not self.drafting and offset is None:
             self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
             return probs.argmax(-1)
@@ -67,7 +61,6 @@ class EnumeratedRng:
         likeliest = probs.argmax(-1)
         given = self._used < self._given
         choice = torch.where(given, self._choices.gather(1, index)[:, 0].long(), likeliest)
-        # After its script a row takes the likeliest option, and every other possible one becomes a script.
         self._fork(probs, active & ~given, likeliest)
         self.weights = self.weights * torch.where(active, probs.gather(1, choice[:, None])[:, 0], 1.0)
         recorded = torch.where(active, choice.to(torch.int8), self._choices.gather(1, index)[:, 0])
@@ -157,9 +150,7 @@ def committed(
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
     """Return the total variation between the committed tokens' distribution and the target's, ``probs`` [prefixes, V].
-
-    ``probs`` [prefixes, V] are the target's. Only the first ``length`` tokens are compared; None: depth + 1.
-    """
+    Only the first ``length`` tokens are compared; None: depth + 1."""
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):
         target_masses = _extended(target_masses, probs, n, committed_probs.vocabulary)

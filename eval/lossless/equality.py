@@ -1,9 +1,7 @@
-"""Token-for-token comparison with autoregressive decoding, and the cause of a difference: rounding or a fault.
-
-Sums in another order differ in the last bits, so two nearly equal logits may swap. This is a tie and not a fault.
-For other differences, the target is computed again in two ways at the first differing position; the results tell the
-faults apart (:func:`compare_outputs`).
-"""
+"""Token-for-token comparison with autoregressive decoding, and the cause of a difference: rounding or a fault. Sums in
+another order differ in the last bits, so two nearly equal logits may swap. This is a tie and not a fault. For other
+differences, the target is computed again in two ways at the first differing position; the results tell the faults apart
+(:func:`compare_outputs`)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,10 +18,9 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeResult, DecodeState
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
-"""Logits closer than this may swap by rounding. On SmolLM2-135M, one forward pass over 40 tokens was compared with
-one pass per token. The difference between two logits of the eight likeliest tokens (their logits are 24 to 28) changed
-by up to 3e-5 in float32, 0.05 in float16 and 0.5 in bfloat16.
-"""
+"""Logits closer than this may swap by rounding. On SmolLM2-135M, one forward pass over 40 tokens was compared with one
+pass per token. The difference between two logits of the eight likeliest tokens (their logits are 24 to 28) changed by
+up to 3e-5 in float32, 0.05 in float16 and 0.5 in bfloat16."""
 
 
 @torch.inference_mode()
@@ -46,11 +43,9 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """Return how far the random number at ``position`` is from choosing each of two answers' tokens.
-
-    A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger of
-    the number's distances from the intervals of both tokens.
-    """
+    """Return how far the random number at ``position`` is from choosing each of two answers' tokens. A token is chosen
+    if the number falls into its interval of the cumulative distribution. The result is the larger of the number's
+    distances from the intervals of both tokens."""
     before = ids + expected[:position]
     context = torch.tensor([before], device=base.device)
     probs = sampler.probs(fresh_logits(base, before)[None], context)[0].cpu().double()
@@ -66,11 +61,9 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """Compute the target's greedy choice at ``position`` (from 0) of an answer again, in two ways.
-
-    The first is one forward pass over the whole prefix, into an empty cache. The second repeats the decoding step on a
-    cache freshly filled with the prefix; None if no step reaches the position.
-    """
+    """Compute the target's greedy choice at ``position`` (from 0) of an answer again, in two ways. The first is one
+    forward pass over the whole prefix, into an empty cache. The second repeats the decoding step on a cache freshly
+    filled with the prefix; None if no step reaches the position."""
     fresh = int(fresh_logits(base, ids + result.tokens[:position]).argmax())
     step = next((s for s in result.steps if s.position <= position < s.position + s.committed), None)
     if step is None or step.position < 1:
@@ -128,11 +121,10 @@ def compare_outputs(
     ===========================  ===================  ==========================================================
 
     ``margin`` takes the first differing position and returns the gap between the target's logits of the two tokens
-    there. If only one answer has a token there, it is not called, and the diagnosis is ``STOP``. ``recompute`` returns
-    both tokens of :func:`recompute_tokens`, and is called only if the margin is not a tie; without ``recompute`` such a
-    difference stays unexplained. A margin below ``tie`` is a tie (default: the dtype's ``TOLERANCE``). Other engines
-    need a larger limit, because they order more sums differently.
-    """
+    there. It is not called if only one answer has a token there (diagnosis ``STOP``). ``recompute`` returns both tokens
+    of :func:`recompute_tokens`, and is called only if the margin is not a tie; without it such a difference stays
+    unexplained. A margin below ``tie`` is a tie (default: the dtype's ``TOLERANCE``). Other engines need a larger
+    limit, because they order more sums differently."""
     if expected == tokens:
         return Equality(same=True)
     shared = min(len(expected), len(tokens))

@@ -1,10 +1,8 @@
-"""Export check: a written checkpoint is read back and must draft like the original head.
-
-The original and the reloaded head draft along the same answers of the base. Their logits must be equal up to the
-rounding of the checkpoint's dtype, and so must be their simulated mean accepted length. If the log of the training run
-is there, the checkpoint's top-1 accuracy must not be much lower than the logged one on held-out answers. The most
-common complaint about draft heads is 98 % accuracy in training and 10 % in use.
-"""
+"""Export check: a written checkpoint is read back and must draft like the original head. The original and the reloaded
+head draft along the same answers of the base. Their logits must be equal up to the rounding of the checkpoint's dtype,
+and so must be their simulated mean accepted length. If the log of the training run is there, the checkpoint's top-1
+accuracy must not be much lower than the logged one on held-out answers. The most common complaint about draft heads is
+98 % accuracy in training and 10 % in use."""
 
 import math
 from collections.abc import Sequence
@@ -71,7 +69,6 @@ class ExportCheck:
         return error if math.isfinite(error) else math.inf
 
     def failures(self) -> list[str]:
-        """Return the reasons why the checkpoint must not be used."""
         failures = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
             failures.append(f"its logits differ by {self.logit_error:.2g} of the largest logit; the limit is {limit:g}")

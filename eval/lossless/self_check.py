@@ -16,8 +16,7 @@ from drafthead.models.token_tree import TokenTree
 
 Head = TypeVar("Head", bound=DraftHead)
 SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, top_p=0.9)}
-ANSWER = 32
-"""Number of tokens per answer that is compared with plain decoding."""
+ANSWER = 32  # tokens of each answer that are compared with plain decoding
 
 
 def fitted(
@@ -36,13 +35,9 @@ def fitted(
 
 
 def check_drafts(head: DraftHead) -> dict[str, Any]:
-    """Fit ``head`` to an answer of its tiny base, and compare answers with and without its drafts.
-
-    Returns:
-        "ways": for greedy and sampled answers, each with a chain ("alone"), a tree and a batch of trees: the number of
-            equal answers and the causes of differences, from ``equality_rate``.
-        "accepted": the share of drafts that were accepted.
-    """
+    """Fit ``head`` to an answer of its tiny base, and compare answers with and without its drafts. Return "ways", the
+    ``equality_rate`` for greedy and sampled answers, each with a chain ("alone"), a tree and a batch of trees, and
+    "accepted", the share of accepted drafts."""
     base, text = head.base_model, list(range(10, 19))
     text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
     fitted(head, TrainBatch.of([text]), steps=40, lr=0.01)

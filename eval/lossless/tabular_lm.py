@@ -1,9 +1,6 @@
-"""Targets and drafters as tables: next-token logits for every prefix, small enough to enumerate.
-
-Drafts come from the functions that all stepwise drafters share (``models/decoding/growth.py``).
-
-Shape legend: B rows, N tree nodes, V vocabulary.
-"""
+"""Targets and drafters as tables: next-token logits for every prefix, small enough to enumerate. Drafts come from the
+functions that all stepwise drafters share (``models/decoding/growth.py``).
+Shape legend: B rows, N tree nodes, V vocabulary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +16,7 @@ from drafthead.models.drafters.combined import combine
 from drafthead.models.drafters.experimental.horizontal_cascade import concatenate, drafted_tokens
 
 ROOT_TOKEN = 0  # the last committed token, which precedes every prefix
-Draft = Callable[[Tensor, RandomSource], Proposal]
-"""Function from the roots ([B] int64) and random numbers to the drafted trees."""
+Draft = Callable[[Tensor, RandomSource], Proposal]  # from the roots ([B] int64) and random numbers to the drafted trees
 
 
 class TabularLM:
@@ -127,7 +123,6 @@ class TableDraft:
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Combine the drafts of several drafters after ``last_token`` [B] in one tree."""
     return combine([draft(last_token, rng) for draft in parts])[0]
 
 

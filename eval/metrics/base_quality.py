@@ -1,10 +1,7 @@
 """The cost of tuning a base: its perplexity and greedy match rate compared with the original base, and their limits.
-
 Both models read the same held-out tokens (teacher forcing). The greedy match rate is the share of positions with the
 same top-1 token.
-
-Shape legend: n tokens, V vocabulary.
-"""
+Shape legend: n tokens, V vocabulary."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -42,13 +39,10 @@ class BaseComparison:
     original_perplexity: float
     tuned_perplexity: float
     greedy_match_rate: float
-    """Share of tokens at which both bases have the same top-1 token."""
-    kl: float
-    """KL(original || tuned), in nats per token."""
+    kl: float  # KL(original || tuned), in nats per token
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the tuned base divided by the original's; 1 means unchanged."""
         return self.tuned_perplexity / self.original_perplexity
 
 

@@ -18,15 +18,10 @@ def compare_engines(
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
-    """Return the comparison of each engine with our decoder, by engine: the key "engines" of ``eval.json``.
-
-    "failures" has a line for everything that deviates by more than ``tolerance``.
-
-    Args:
-        served: the engines, and the name of our method that drafts the same chain.
-        equalities: per method, the comparison of its answers with our autoregressive answers.
-        against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
-    """
+    """Return the comparison of each engine with our decoder, by engine: the key "engines" of ``eval.json``. "failures"
+    has a line for everything that deviates by more than ``tolerance``. ``equalities`` compares each method's answers
+    with our autoregressive answers. ``against_plain`` compares each engine's answers with and without drafts, if both
+    were measured."""
     table = steps.step_table(timed.results, timed.prompts, timed.turns)
     runs = {name: table[table.method == name] for name in timed.results}
     ours = _acceptance(runs[served.chain])
@@ -133,5 +128,4 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
 
 
 def engine_failures(evaluation: dict[str, Any]) -> list[str]:
-    """Return the failures of all engines of ``eval.json``; empty if every engine serves the head as it was trained."""
     return [failure for row in evaluation.get("engines", {}).values() for failure in row["failures"]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-MARKS = (
+MARKS = (  # name of a span, opening tag, closing tag ("": the span ends with the answer)
     ("thinking", "<think>", "</think>"),  # Qwen3, SmolLM3, DeepSeek-R1
     ("thinking", "[THINK]", "[/THINK]"),  # Magistral
     ("thinking", "<|channel|>analysis", "<|end|>"),  # gpt-oss
@@ -14,9 +14,7 @@ MARKS = (
     ("tool call", "[TOOL_CALLS]", ""),  # Mistral
     ("tool call", "<|python_tag|>", ""),  # Llama 3.1
 )
-"""Name of a span, its opening tag and its closing tag. If the closing tag is empty, the span ends with the answer."""
-PROMPT_TAIL = 16
-"""Number of a prompt's last tokens to search for an opening tag, because a chat template may add ``<think>``."""
+PROMPT_TAIL = 16  # last prompt tokens to search for an opening tag, because a chat template may add `<think>`
 
 
 def answer_spans(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:

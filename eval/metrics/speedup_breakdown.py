@@ -1,9 +1,7 @@
-"""The measured speedup term by term, Leviathan's closed form, and the fastest draft size for this machine.
-
-A step commits m tokens. It takes d seconds to draft, v to verify and o for the rest of the loop. An autoregressive step
-takes v1 + o1 seconds for one token. The speedup of the steps is therefore m (v1 + o1) / (d + v + o), and every term is
-measured in the same run. The prefill and other time outside the steps then pull the total speedup towards 1.
-"""
+"""The measured speedup term by term, Leviathan's closed form, and the fastest draft size for this machine. A step
+commits m tokens. It takes d seconds to draft, v to verify and o for the rest of the loop. An autoregressive step takes
+v1 + o1 seconds for one token. The speedup of the steps is therefore m (v1 + o1) / (d + v + o), and every term is
+measured in the same run. The prefill and other time outside the steps then pull the total speedup towards 1."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,10 +24,8 @@ def expected_tokens(rate: float, drafts: int) -> float:
 
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
     """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts (2211.17192).
-
     It assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``draft_cost`` is c, the time to
-    draft one token divided by the time of an autoregressive step.
-    """
+    draft one token divided by the time of an autoregressive step."""
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
 
@@ -40,10 +36,8 @@ def optimal_lookahead(rate: float, draft_cost: float) -> int:
 
 def step_terms(rows: Rows) -> dict[str, float]:
     """Return means over the steps of one method, in seconds (keys that end in "_s") or counts; NaN without a step.
-
     "drafts" are drafted nodes, without the root. "outside_s" is all time outside the steps, such as the prefill,
-    divided by the number of steps.
-    """
+    divided by the number of steps."""
     names = {
         "committed": "tokens",
         "proposed": "drafts",
@@ -57,16 +51,13 @@ def step_terms(rows: Rows) -> dict[str, float]:
 
 
 def step_s(terms: dict[str, float]) -> float:
-    """Return the seconds of a whole step from its ``step_terms``."""
     return terms["draft_s"] + terms["verify_s"] + terms["loop_s"]
 
 
 def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
     """Return the terms and the speedup of Leviathan's formula for a run that drafted, to compare with the measurement.
-
     "alpha_is" says what "alpha" is: for trees, the acceptance at depth 1. "drafts" is the run's mean depth, rounded.
-    "improves" is true if some chain is faster than autoregressive decoding (alpha > c).
-    """
+    "improves" is true if some chain is faster than autoregressive decoding (alpha > c)."""
     known = alpha(rows)
     rate = acceptance_per_depth(rows)[0] if known is None else known  # a tree's log does not tell alpha
     drafts = max(1, round(method["depth"]))
@@ -89,18 +80,13 @@ def speedup_breakdown(
     baseline: Rows, method: Rows, costs: CostModel | None = None, order: TreeOrder | None = None
 ) -> dict[str, Any] | None:
     """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if either made no step.
-
-    Args:
-        costs: step costs that were measured beforehand, for "predicted_from_costs", "best_chain" and "best_tree".
-        order: calibrated nodes with their acceptances; without it the best chain comes from the run's acceptances.
-
-    Returns:
-        "autoregressive", "method": ``step_terms`` of both. "predicted": committed tokens per step, times the seconds of
-        an autoregressive step, divided by the seconds of the method's step. "predicted_from_costs": the same formula
-        with ``costs``. "measured": tokens per second divided by the baseline's. "waterfall": see ``_waterfall``.
-        "residual": the measured speedup minus the waterfall's last level; not 0 if the answers differ in length.
-        "closed_form": of Leviathan, if anything was drafted. "best_chain", "best_tree": the fastest of ``options``.
-    """
+    ``costs`` were measured beforehand. Without ``order`` (calibrated nodes with their acceptances), the best chain
+    comes from the run's acceptances.
+    "autoregressive" and "method" are the ``step_terms``. "predicted" is the number of committed tokens per step, times
+    the seconds of an autoregressive step, divided by the seconds of the method's step. "predicted_from_costs" is the
+    same formula with ``costs``. "measured" is tokens per second divided by the baseline's. "residual" is the measured
+    speedup minus the last level of the "waterfall"; it is not 0 if the answers differ in length. "best_chain" and
+    "best_tree" are the fastest of ``options``."""
     before, after = step_terms(baseline), step_terms(method)
     if not (step_s(before) > 0 and step_s(after) > 0):
         return None
@@ -127,10 +113,8 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the speedups predicted if more and more of the measured costs count, as levels of a figure.
-
-    At the first level no cost counts: the speedup is the mean number of committed tokens per step. At the last all do.
-    """
+    """Return the speedups predicted if more and more of the measured costs count, as levels of a figure. At the first
+    level no cost counts: the speedup is the mean number of committed tokens per step. At the last all do."""
     m, one = method["tokens"], step_s(baseline)
     growth = method["verify_s"] - baseline["verify_s"]
     # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.
@@ -150,11 +134,9 @@ def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dic
 
 
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[dict[str, Any]]:
-    """Return the predicted performance of drafting the first 0, 1, 2, ... of an ordered list of nodes.
-
-    ``values`` are the nodes' probabilities of being accepted. In the result, "nodes" counts the root, so 1 means
-    autoregressive decoding; "tokens" is the mean accepted length.
-    """
+    """Return the predicted performance of drafting the first 0, 1, 2, ... of an ordered list of nodes. ``values`` are
+    the nodes' probabilities of being accepted. In the result, "nodes" counts the root, so 1 means autoregressive
+    decoding; "tokens" is the mean accepted length."""
     deepest = accumulate(depths, max, initial=0)
     return [
         {

@@ -1,16 +1,10 @@
-"""The table of steps, and every metric as a function of its rows.
-
-:func:`step_table` returns a pandas DataFrame with one row per step, method and answer. Row 0 of an answer is its
-prefill, which commits the first token. Its ``verify_s`` is the prefill's time, and its ``total_s`` is all time outside
-the steps. Therefore ``committed`` and ``total_s`` add up to the tokens and seconds of whole answers. Failed answers
-have no rows.
-
+"""The table of steps, and every metric as a function of its rows. :func:`step_table` returns a pandas DataFrame with
+one row per step, method and answer. Row 0 of an answer is its prefill, which commits the first token. Its ``verify_s``
+is the prefill's time, and its ``total_s`` is all time outside the steps. Therefore ``committed`` and ``total_s`` add up
+to the tokens and seconds of whole answers. Failed answers have no rows.
 Unless noted otherwise, a metric is a ratio of totals over the answers. Long answers therefore weigh more, as in
-Spec-Bench and EAGLE. Autoregressive decoding commits one token per step, so its mean accepted length is 1.
-
-``committed`` tokens are those that a step added to the answer. ``accepted`` drafts are those that the rule accepted,
-before EOS or the length limit truncated the answer.
-"""
+Spec-Bench and EAGLE. ``committed`` tokens are those that a step added to the answer. ``accepted`` drafts are those that
+the rule accepted, before EOS or the length limit truncated the answer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +19,7 @@ from drafthead.models.decoding.step import DecodeResult
 if TYPE_CHECKING:
     import pandas as pd
 
-Rows: TypeAlias = "pd.DataFrame"
-"""Rows of the table; in every function except :func:`step_table`, rows of one method."""
+Rows: TypeAlias = "pd.DataFrame"  # rows of the table; of one method, except in `step_table`
 COLUMNS = dict.fromkeys(("method", "task", "span"), "str") | dict.fromkeys(
     ("prompt", "turn", "step", "position", "context", "depth", "proposed", "accepted", "committed", "text_tokens"),
     "int",
@@ -35,12 +28,9 @@ COLUMNS |= dict.fromkeys(("entropy", "draft_s", "verify_s", "total_s"), "float")
 """Columns and their types. ``span`` is the span of the step's first token (``spans.py``). ``context`` counts all tokens
 before the step, including the prompt's. ``text_tokens`` (row 0) counts the answer's tokens after decoding and
 tokenising it again. The columns from ``position`` on that are not named here are fields of ``StepRecord``."""
-QUESTION = ["task", "prompt"]
-"""Columns that identify a question. All turns of a conversation are one question."""
-Spans = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""Function from the token ids of a prompt and of its answer to the name of the span of every answer token."""
-Retokenised = Callable[[list[int]], int]
-"""Function that decodes an answer, tokenises the text again, and returns its number of tokens, without a BOS token."""
+QUESTION = ["task", "prompt"]  # columns that identify a question, which is all turns of a conversation
+Spans = Callable[[Sequence[int], Sequence[int]], list[str]]  # of prompt and answer ids: the span of each answer token
+Retokenised = Callable[[list[int]], int]  # number of tokens after decoding and tokenising again, without BOS
 
 
 def step_table(
@@ -52,12 +42,7 @@ def step_table(
     spans: Spans = lambda _, tokens: ["answer"] * len(tokens),
 ) -> Rows:
     """Return the table of steps of all methods: per answer a row 0 for the prefill, then a row per decoding step.
-
-    Args:
-        prompts, turns, ids: prompt, turn and prompt ids of every answer; without prompts the answers are numbered.
-        retokenised: counts an answer's tokens after decoding and tokenising it again, for ``text_tokens``.
-        spans: returns the span of each answer token, given the ids of prompt and answer, for ``span``.
-    """
+    ``prompts``, ``turns`` and ``ids`` (of the prompt) have an item per answer; without prompts they are numbered."""
     import pandas as pd  # takes half a second, and only summaries need it
 
     rows: list[dict[str, Any]] = []
@@ -87,12 +72,10 @@ def step_table(
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Return numerator / denominator; NaN if the denominator is 0."""
     return float(numerator / denominator) if denominator else math.nan
 
 
 def steps(rows: Rows) -> Rows:
-    """Return the rows of decoding steps, without the prefills' rows."""
     return rows[rows.step > 0]
 
 
@@ -102,11 +85,9 @@ def drafting(rows: Rows) -> Rows:
 
 
 def mean_accepted_length(rows: Rows) -> float:
-    """Return committed tokens / steps, bonus token included, after truncation by EOS or the length limit.
-
-    Apart from the truncation it equals EAGLE's tau, Spec-Bench's "mean accepted tokens", Kangaroo's compression ratio,
-    Medusa's acceleration rate, block efficiency, and SGLang's completion_tokens / verify_ct.
-    """
+    """Return committed tokens / steps, bonus token included, after truncation by EOS or the length limit. Apart from
+    the truncation it equals EAGLE's tau, Spec-Bench's "mean accepted tokens", Kangaroo's compression ratio, Medusa's
+    acceleration rate, block efficiency, and SGLang's completion_tokens / verify_ct."""
     return float(steps(rows).committed.mean())
 
 
@@ -117,9 +98,7 @@ def mean_accepted_length_untruncated(rows: Rows) -> float:
 
 def acceptance_per_depth(rows: Rows) -> list[float]:
     """Return P(draft i accepted | draft i-1 accepted, the tree is at least i deep), i = 1, 2, ..., as NeMo Automodel.
-
-    In a sparse tree, a branch that ends before the deepest one counts as a rejection.
-    """
+    In a sparse tree, a branch that ends before the deepest one counts as a rejection."""
     drafted = drafting(rows)
     reached = [drafted[(drafted.depth >= i) & (drafted.accepted >= i - 1)] for i in _depths(drafted)]
     return [float((group.accepted >= i).mean()) for i, group in enumerate(reached, start=1)]
@@ -135,11 +114,9 @@ def accepted_by_depth(rows: Rows) -> list[int]:
 
 
 def alpha(rows: Rows) -> float | None:
-    """Return Leviathan's alpha = E[sum_x min(p, q)] from chains: accepted drafts / drafts tried; None for trees.
-
-    A draft is tried if the draft before it was accepted; untried drafts are not counted. For trees alpha is unknown,
-    because their log does not record which sibling was accepted.
-    """
+    """Return Leviathan's alpha = E[sum_x min(p, q)] from chains: accepted drafts / drafts tried; None for trees. A
+    draft is tried if the draft before it was accepted; untried drafts are not counted. For trees alpha is unknown,
+    because their log does not record which sibling was accepted."""
     drafted = drafting(rows)
     if (drafted.proposed != drafted.depth).any():
         return None
@@ -147,15 +124,12 @@ def alpha(rows: Rows) -> float | None:
 
 
 def ctar(rows: Rows, widths: range) -> list[float]:
-    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens) by width w.
-
-    The bonus token counts. Summed over all widths from 0, the rates are the mean accepted length.
-    """
+    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens) by width w. The bonus
+    token counts. Summed over all widths from 0, the rates are the mean accepted length."""
     return [float((steps(rows).committed > width).mean()) for width in widths]
 
 
 def tokens_per_second(rows: Rows) -> float:
-    """Return the answers' tokens per second of total time, prefill included."""
     return ratio(rows.committed.sum(), rows.total_s.sum())
 
 
@@ -165,7 +139,6 @@ def decode_tokens_per_second(rows: Rows) -> float:
 
 
 def speedup(rows: Rows, baseline: Rows) -> float:
-    """Return tokens per second divided by the baseline's, both from total tokens and seconds, prefill included."""
     return ratio(tokens_per_second(rows), tokens_per_second(baseline))
 
 
@@ -178,14 +151,11 @@ def by_question(rows: Rows, baseline: Rows) -> Rows:
 
 
 def speedup_interval(rows: Rows, baseline: Rows, seed: int = 0) -> tuple[float, float]:
-    """Return the bounds of the 95 % bootstrap interval of :func:`speedup`; NaN with fewer than two questions.
+    """Return the bounds of the 95 % bootstrap interval of :func:`speedup`; NaN with fewer than two questions. Both
+    methods' answers to a question are drawn as a pair, because a slow prompt is slow for both. All turns of a
+    conversation are drawn together."""
 
-    Both methods' answers to a question are drawn as a pair, because a slow prompt is slow for both. All turns of a
-    conversation are drawn together.
-    """
-
-    def statistic(totals: np.ndarray) -> np.ndarray:
-        """Return the speedup from sums [..., 4] over questions: tokens and seconds of the method, then the baseline."""
+    def statistic(totals: np.ndarray) -> np.ndarray:  # of sums [..., 4] over questions
         tokens, seconds, base_tokens, base_s = np.moveaxis(totals, -1, 0)
         return np.asarray((tokens / seconds) / (base_tokens / base_s))
 
@@ -194,12 +164,10 @@ def speedup_interval(rows: Rows, baseline: Rows, seed: int = 0) -> tuple[float, 
 
 
 def spec_bench(rows: Rows, baseline: Rows) -> dict[str, float]:
-    """Return the numbers that Spec-Bench's ``speed.py`` prints: ratios of means over questions, prefill included.
-
-    Its scripts (2401.07851) count the method's committed tokens, but the baseline's by tokenising the decoded text
-    again, without special tokens. Two of its faults are not imitated. It counts tokens after EOS, and gives a failed
-    answer the time of the previous one.
-    """
+    """Return the numbers that Spec-Bench's ``speed.py`` prints: ratios of means over questions, prefill included. Its
+    scripts (2401.07851) count the method's committed tokens, but the baseline's by tokenising the decoded text again,
+    without special tokens. Two of its faults are not imitated. It counts tokens after EOS, and gives a failed answer
+    the time of the previous one."""
     questions = by_question(rows, baseline)
     rate = float((questions.committed / questions.total_s).mean())
     base_rate = float((questions.base_text_tokens / questions.base_total_s).mean())
@@ -267,8 +235,7 @@ METRICS |= {name: METRICS[metric] for name, metric in SYNONYMS.items()}
 Bin = dict[str, Any]
 """Acceptance of the steps whose binned quantity is in ["low", "high"); the last bin includes its "high".
 "first_accepted" is the share of the bin's drafting steps that accepted a draft; NaN: nothing counted."""
-CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Edges of the bins of ``by_context``, in tokens; the last bin includes longer contexts."""
+CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # edges of bins, in tokens
 
 
 def by_position(rows: Rows, width: int = 32) -> list[Bin]:
@@ -283,19 +250,15 @@ def by_context(rows: Rows) -> list[Bin]:
 
 
 def by_span(rows: Rows) -> list[Bin]:
-    """Return acceptance of the steps that begin in each "span" (thinking, answer, tool call).
-
-    "tokens" is the number of tokens that these steps committed. There are no "low" and "high".
-    """
+    """Return acceptance of the steps that begin in each "span" (thinking, answer, tool call). "tokens" is the number of
+    tokens that these steps committed. There are no "low" and "high"."""
     groups = steps(rows).groupby("span", sort=False)
     return [{"span": name, "tokens": int(group.committed.sum()), **_acceptance(group)} for name, group in groups]
 
 
 def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
     """Return acceptance by the target's entropy (in nats) at a step's first token, in ``bins`` with equally many steps.
-
-    Steps without an entropy (NaN) are left out. If several quantiles are equal, there are fewer bins.
-    """
+    Steps without an entropy (NaN) are left out. If several quantiles are equal, there are fewer bins."""
     known = rows[np.isfinite(rows.entropy)]
     if not len(known):
         return []

@@ -1,7 +1,5 @@
-"""The contents of ``eval.json``: every method's metrics, per task and over all tasks, and the speedup's breakdown.
-
-All values are JSON values; null if nothing was measured.
-"""
+"""The contents of ``eval.json``: every method's metrics, per task and over all tasks, and the speedup's breakdown. All
+values are JSON values; null if nothing was measured."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +17,7 @@ from drafthead.eval.trees.search import TreeOrder
 from drafthead.files.local import finite
 from drafthead.system.machine import hardware, versions
 
-AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
-"""Autoregressive baselines: transformers' ``generate`` over stock modules and over our modules, and our loop."""
+AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")  # generate (stock, our modules), our loop
 CTAR_WIDTHS = range(1, 7)
 HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second", "decode_tokens_per_second")
 """Metrics reported per task and method. All other metrics are reported per method, over all tasks."""
@@ -35,20 +32,14 @@ def summarise(
     order: TreeOrder | None = None,
     **columns: Any,
 ) -> dict[str, Any]:
-    """Return everything in ``eval.json`` about the answers.
-
-    Args:
-        timed: results of at least one of ``AUTOREGRESSIVE`` and one method.
-        equalities: per method, the comparison of every turn's answer; some methods may be missing.
-        costs, order: step costs and calibrated nodes, to find the fastest draft size on this machine.
-        columns: more arguments of ``step_table``, such as ``spans``.
-
-    Returns:
-        "tasks" and "overall": the headline method's numbers, and each method's under "methods".
-        "failed": prompts left out of both, with the reason. "metrics": every metric per method.
-        "by_position", "by_context", "by_entropy", "by_span": the headline's acceptance in bins.
-        "speedup_breakdown": the headline's speedup over each baseline. "equality": the headline's ``equality_rate``.
-    """
+    """Return everything in ``eval.json`` about the answers. ``timed`` has results of at least one of ``AUTOREGRESSIVE``
+    and one method. ``equalities`` compares every turn's answer, by method; some methods may be missing. ``costs`` and
+    ``order`` (calibrated nodes) are used to find the fastest draft size on this machine. ``columns`` are more arguments
+    of ``step_table``, such as ``spans``.
+    "tasks" and "overall" have the headline method's numbers, and each method's under "methods". "failed" lists the
+    prompts left out of both. "metrics" has every metric per method. "by_position", "by_context", "by_entropy" and
+    "by_span" are the headline's acceptance in bins, "speedup_breakdown" its speedup over each baseline, and "equality"
+    its ``equality_rate``."""
     table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     runs = {name: table[table.method == name] for name in timed.results}
     methods, baselines = method_names(runs), [name for name in AUTOREGRESSIVE if name in runs]
@@ -114,8 +105,7 @@ def nodes_per_step(evaluation: dict[str, Any]) -> float | None:
     return explained and 1 + float(explained["method"]["drafts"])
 
 
-Outputs = Sequence[tuple[dict[str, int], Equality]]
-"""Prompt number and turn of each answer, and its comparison with autoregressive decoding."""
+Outputs = Sequence[tuple[dict[str, int], Equality]]  # prompt and turn of each answer, and its comparison
 
 
 def _group(runs: dict[str, steps.Rows], outputs: Mapping[str, Outputs]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""Figures of a report, of training curves and of a token tree, as PNG.
-
-Figures have no backend and leave matplotlib's global state unchanged. They are readable at the width of a phone.
-"""
+"""Figures of a report, of training curves and of a token tree, as PNG, readable at the width of a phone. They have no
+backend and leave matplotlib's global state unchanged."""
 
 import io
 import math
@@ -25,18 +23,14 @@ from drafthead.models.token_tree import TokenTree
 
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
 ACCENT, SOFT, WARM = "#0b6e99", "#9fc9dc", "#c8501e"
-styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))
-"""Decorator that applies ``report.mplstyle`` while a function draws."""
+styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))  # applied while drawing
 SPEED_LABEL = "speed, autoregressive decoding = 1"
-TRAINING = {
+TRAINING = {  # figures by prefix of their metrics: file name, label of the vertical axis, how to read it
     "loss_": ("training_loss", "loss (nats per token)", "lower is better; dots: text not trained on"),
     "accept_": ("training_acceptance", "first candidate right", "higher is better; dots: text not trained on"),
 }
-"""Figures of a training run: prefix of the metrics -> file name, label of the vertical axis, and how to read it."""
-LONGEST_LABEL = 20
-"""Characters of the longest name that stands left of its bar. If a name is longer, all names stand above the bars."""
-BarRow = tuple[str, float, float | None, float | None]
-"""Name, value, and the bounds of its interval (None: unknown)."""
+LONGEST_LABEL = 20  # characters of a name left of its bar; if one is longer, all names stand above the bars
+BarRow = tuple[str, float, float | None, float | None]  # name, value, bounds of its interval (None: unknown)
 
 
 def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
@@ -69,10 +63,8 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
 
 @styled
 def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
-    """Return a figure without a backend, and its axes; ``height`` in inches.
-
-    Shown 350 pixels wide on a phone, text of 11 points in a figure of 4.6 inches is still 12 pixels high.
-    """
+    """Return a figure without a backend, and its axes; ``height`` in inches. Shown 350 pixels wide on a phone, text of
+    11 points in a figure of 4.6 inches is still 12 pixels high."""
     figure = Figure(figsize=(4.6, height), layout="constrained", facecolor="white")
     return figure, figure.subplots()
 
@@ -157,11 +149,9 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 @styled
 def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, per_step: float | None = None) -> Figure:
-    """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1).
-
-    ``nodes``, the size of the draft tree, is marked on the curve, and so is ``per_step``, the mean size of the verified
-    trees, which other drafters enlarge and early stops reduce.
-    """
+    """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1). ``nodes``, the
+    size of the draft tree, is marked on the curve, and so is ``per_step``, the mean size of the verified trees, which
+    other drafters enlarge and early stops reduce."""
     sizes, seconds = np.array(sorted((int(n), s) for n, s in verify.items())).T  # JSON has turned n into a string
     relative = seconds / seconds[0]
     figure, axes = new_axes()
@@ -189,10 +179,8 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, p
 
 @styled
 def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Figure:
-    """Draw P(draft i accepted | draft i-1 accepted) as bars, and the share of steps that accepted draft i as a line.
-
-    A share is not the product of the probabilities up to i, because these leave out steps that drafted fewer tokens.
-    """
+    """Draw P(draft i accepted | draft i-1 accepted) as bars, and the share of steps that accepted draft i as a line. A
+    share is not the product of the probabilities up to i, because these leave out steps that drafted fewer tokens."""
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
     conditional = np.array([value or 0.0 for value in per_depth])
@@ -210,9 +198,7 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
 @styled
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     """Draw a metric for each draft position over the optimiser steps of all phases; None if no row has the metric.
-
-    ``prefix`` is "loss_" or "accept_". Values with "held_out_" before the prefix become dots.
-    """
+    ``prefix`` is "loss_" or "accept_". Values with "held_out_" before the prefix become dots."""
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     positions = sorted(int(key.removeprefix(prefix)) for key in keys if key.removeprefix(prefix).isdigit())
     if not positions:
@@ -249,10 +235,8 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 @styled
 def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None, drafters: Sequence[tuple[str, int]] = ()) -> Figure:
     """Draw the token tree, root at the left. A node's number is its rank (from 1) among its drafter's candidates.
-
     ``labels`` replace the ranks. ``drafters`` are names and numbers of children of the root, in the order of the
-    ``union`` of their trees; colours tell them apart.
-    """
+    ``union`` of their trees; colours tell them apart."""
     inner = set(tree.parents)
     leaves = [node for node in sorted(range(len(tree)), key=lambda node: tree.paths[node]) if node not in inner]
     heights = {node: float(y) for y, node in enumerate(leaves)}
@@ -296,7 +280,6 @@ def _label(
 
 
 def _percent_axis(axes: Axes) -> None:
-    """Show the vertical axis as percentages from 0 to 100 %, with room above the data."""
     axes.set(ylim=(0, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 

@@ -15,8 +15,7 @@ from drafthead.eval.report.plots import draw_figures, save_png
 from drafthead.files.local import write_atomic
 from drafthead.system.machine import other_processes_line
 
-REMARK_COLUMNS = ("95 %", "decode tok/s")
-"""Columns whose values the page prints small below the previous cell, so that a row fits a phone."""
+REMARK_COLUMNS = ("95 %", "decode tok/s")  # printed small below the previous cell, so that a row fits a phone
 
 
 def write_report(
@@ -25,7 +24,6 @@ def write_report(
     training_log: Sequence[dict[str, Any]] = (),
     training_data: str | None = None,
 ) -> None:
-    """Write ``folder/report.html`` and its plots. ``training_log`` has the rows of ``metrics.jsonl``."""
     figures = []
     for name, figure in draw_figures(evaluation, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")
@@ -71,7 +69,6 @@ def write_report(
 
 
 def speeds_line(overall: dict[str, Any]) -> str:
-    """Return a line with the speed with drafts and the speeds of all decoders without drafts, fastest first."""
     speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
     shown = [(tables.BASELINE_NAMES[name], tables.number(speed, "{:.1f}")) for name, speed in speeds]
     others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])
@@ -81,7 +78,6 @@ def speeds_line(overall: dict[str, Any]) -> str:
 
 
 def machine_line(overall: dict[str, Any]) -> str:
-    """Return a line about the machine of an evaluation; ``overall`` is the key "overall" of ``eval.json``."""
     machine = overall["hardware"]
     return (
         f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: "

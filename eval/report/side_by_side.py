@@ -30,5 +30,4 @@ def side_by_side(
 
 
 def coloured(pieces: Iterable[Piece]) -> Text:
-    """Return the text of ``pieces`` with accepted drafts in colour."""
     return Text().append_tokens((text, ACCEPTED if accepted else None) for text, accepted in pieces)

@@ -1,7 +1,4 @@
-"""Tables and text lines of an evaluation, for the terminal, Markdown, the HTML page and wandb.
-
-``evaluation`` is always the contents of ``eval.json``.
-"""
+"""Tables and text lines of an evaluation (the contents of ``eval.json``) for the terminal, Markdown, HTML and wandb."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +35,7 @@ METHOD_DEFINITIONS = (
 )
 
 
-FORMATS = {
+FORMATS = {  # format of a number by its column; floats in other columns get four digits
     **dict.fromkeys(("speedup", "mean of prompts"), "{:.2f}x"),
     **dict.fromkeys(("tok/s", "AR tok/s", "decode tok/s", "predicted tok/s", "measured", "draft ms"), "{:.1f}"),
     **dict.fromkeys(("tau", "mean accepted length", "predicted speedup"), "{:.2f}"),
@@ -47,7 +44,6 @@ FORMATS = {
     "tokens": "{:,}",
     "same top-1": "{:.2f} %",
 }
-"""Format of a number by its column; other values are written unchanged (floats with four digits)."""
 
 
 def cell_text(column: str, value: Any) -> str:
@@ -65,8 +61,7 @@ class ResultTable:
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    has_total: bool
-    """True if the last row holds the results over all tasks."""
+    has_total: bool  # True if the last row holds the results over all tasks
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
@@ -75,7 +70,6 @@ class ResultTable:
         return cls(title, tuple(map(visible, rows[0])), cells, has_total)
 
     def markdown(self) -> str:
-        """Return the table as Markdown, for a model card."""
         lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
         return "".join("| " + " | ".join(map(escaped, line)) + " |\n" for line in lines)
 
@@ -99,7 +93,6 @@ class ResultTable:
 
 
 def task_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return the headline method's results per task, then over all tasks."""
     rows = [
         {
             "task": name,
@@ -116,7 +109,6 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return every method's results over all prompts, then those of autoregressive decoding."""
     overall = evaluation["overall"]
     chains = {engine.get("chain") for engine in evaluation.get("engines", {}).values()} - {METHOD}
     rows = [
@@ -140,7 +132,6 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return every method's speedup per task, then over all tasks."""
     rows = [
         {"task": name} | {m: cell_text("speedup", speedup_of(group, m)) for m in evaluation["overall"]["methods"]}
         for name, group in _groups(evaluation)
@@ -149,13 +140,11 @@ def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
-    """Return the tables per task and per method and, if there are several methods, per task and method."""
     tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
     return [table(evaluation) for table in tables]
 
 
 def quality_table(quality: dict[str, Any]) -> ResultTable:
-    """Return ``quality.json`` as a table that compares the tuned base with the original base."""
     rows = [
         {
             "on": kind,
@@ -172,7 +161,6 @@ def quality_table(quality: dict[str, Any]) -> ResultTable:
 
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
-    """Return the results for a model card: tables, the rule, engines, and failed prompts."""
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
     parts.append(f"{escaped(sentence(rule_line(evaluation)))}\n")
     for lines in (engine_lines(evaluation), failures(evaluation)):
@@ -186,7 +174,6 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality."""
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -258,7 +245,6 @@ def code(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return ``text`` with a capital first letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -289,7 +275,6 @@ def warning(evaluation: dict[str, Any]) -> str | None:
 
 
 def rule_line(evaluation: dict[str, Any]) -> str:
-    """Return a line that names the headline method's rule, sampler and tree."""
     rule = evaluation["rule"]
     effect = "lossless"
     if not rule["lossless"]:
@@ -312,12 +297,10 @@ def _drafted(evaluation: dict[str, Any]) -> str:
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line for every failed prompt."""
     return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation["failed"]]
 
 
 def _groups(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each task's name and numbers, then "overall" and the numbers over all tasks."""
     return [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]
 
 

@@ -12,14 +12,11 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.system.machine import OtherProcesses, cores_used
 
-Decoder = Callable[[list[list[int]]], list[DecodeResult]]
-"""Decodes an answer to each list of prompt ids. It must synchronise the device before it stops its clock."""
-PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Returns the prompt ids of the next turn, from a prompt and its earlier answers."""
+Decoder = Callable[[list[list[int]]], list[DecodeResult]]  # must synchronise the device before it stops its clock
+PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]  # ids of the next turn, after earlier answers
 
 
-BATCHES_PER_BLOCK = 4
-"""Batches per block of prompts. Larger blocks keep the batch full for longer; smaller blocks interleave more often."""
+BATCHES_PER_BLOCK = 4  # larger blocks keep the batch full for longer; smaller blocks interleave more often
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,7 @@ class TimedResults:
     prompts: list[EvalPrompt]
     turns: list[int]  # of the conversation, from 0
     ids: list[list[int]]  # prompt ids of each turn; empty if they could not be built
-    results: dict[str, list[DecodeResult]]
-    """If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all totals are over the same
-    turns."""
+    results: dict[str, list[DecodeResult]]  # one failure fails all decoders at a turn: totals are over the same turns
     order: list[int]  # numbers of the prompts in the order of the run
     resumed: int = 0  # turns that an earlier run had answered
     other_processes_cores: float | None = None  # average while these answers were decoded
@@ -48,16 +43,12 @@ def run_interleaved(
     batch_size: int = 1,
 ) -> TimedResults:
     """Decode each conversation turn with all decoders before the next, so that drifting speed affects all equally.
-
     Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
-    turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
-    read the same context. With a ``batch_size`` above 1, decoders take turns over blocks of ``BATCHES_PER_BLOCK``
-    batches of prompts.
-
+    turn that the log lacks. Later turns follow the answers of "autoregressive", so that all decoders read the same
+    context. With a ``batch_size`` above 1, decoders take turns over blocks of ``BATCHES_PER_BLOCK`` batches of prompts.
     Every finished (turn, decoder) is appended to the JSONL file ``log``. A block is skipped if the log has results of
     all decoders; otherwise all decode it again, so that compared times come from one process. The log does not record
-    settings, so use one file per head, tree and settings; ``composition`` is as in ``ResultLog``.
-    """
+    settings, so use one file per head, tree and settings; ``composition`` is as in ``ResultLog``."""
     wait_for_huge_pages()
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
@@ -160,7 +151,6 @@ def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
 
 
 def one_by_one(answer: Callable[[list[int]], DecodeResult]) -> Decoder:
-    """Return a decoder that answers its prompts in turn."""
     return lambda prompts: [answer(ids) for ids in prompts]
 
 

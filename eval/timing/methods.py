@@ -52,11 +52,9 @@ def methods(
     head: Drafter,
     candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
 ) -> dict[str, Method]:
-    """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
-
-    ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule; baselines always have the rule ``exact``. Transformers answers single prompts, so it is left out of batches.
-    """
+    """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name. ``head`` is
+    the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same rule;
+    baselines always have the rule ``exact``. Transformers answers single prompts, so it is left out of batches."""
     exact = replace(config, rule=EXACT)
     compared = {}
     if config.batch_size == 1:
@@ -108,10 +106,8 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 def shared_times(result: DecodeResult) -> DecodeResult:
     """Return ``result`` with its share of the batch's time: that of each step and prefill, divided by its answers.
-
     Times of answers that were decoded together then add up to the time of all, apart from the loop around the steps.
-    Tokens per second are the throughput of the whole batch.
-    """
+    Tokens per second are the throughput of the whole batch."""
     names = ("draft_s", "verify_s", "total_s")
     steps = [replace(step, **{name: getattr(step, name) / step.rows for name in names}) for step in result.steps]
     prefill_s = result.prefill_s / result.prefill_rows

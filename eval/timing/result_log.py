@@ -29,19 +29,14 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 
 
 class ResultLog:
-    """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts.
-
-    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its text in ``composition``
-    (such as a hash of weights) or the file.
-    """
+    """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts. Whatever
+    changes a decoder's results (method, batch size, sampler) must change its name, its text in ``composition`` (such as
+    a hash of weights) or the file."""
 
     def __init__(self, path: Path | None, composition: Mapping[str, str] | None = None) -> None:
-        """Read the JSONL file ``path``; None keeps results in memory only.
-
-        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
-        ``composition`` maps a decoder's name to a text that identifies its version; results with another text are not
-        read.
-        """
+        """Read the JSONL file ``path``; None keeps results in memory only. An incomplete last line, left by a kill, is
+        removed. Failures are not read, so they are tried again. ``composition`` maps a decoder's name to a text that
+        identifies its version; results with another text are not read."""
         self._path, self._composition = path, composition or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
         self.other_cpu_s: dict[tuple[str, str], float | None] = {}  # of other processes during each decoding
@@ -84,7 +79,6 @@ class ResultLog:
         turn: int = 0,
         other_cpu_s: float | None = None,
     ) -> None:
-        """Store a result, and append it to the file before returning."""
         self._results[key, decoder], self.other_cpu_s[key, decoder] = result, other_cpu_s
         if self._path is None:
             return

@@ -40,10 +40,8 @@ def transformers_generate(
     **speculation: Any,
 ) -> DecodeResult:
     """Answer the prompt ``ids`` by transformers' ``generate``, over ``model`` (None: the base's own modules).
-
     ``speculation`` has arguments such as ``prompt_lookup_num_tokens=10``. Only accepted tokens are known, so steps have
-    depth 0 and no acceptance rates. Tokens that the first pass accepts with the prompt count as prefill.
-    """
+    depth 0 and no acceptance rates. Tokens that the first pass accepts with the prompt count as prefill."""
     inputs, clock, sampler = torch.tensor([ids], device=base.device), _StepClock(), sampler or Sampler()
     model = base.model if model is None else model
     if not sampler.greedy:

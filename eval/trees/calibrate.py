@@ -17,12 +17,8 @@ from drafthead.models.simulation.ranks import WIDTH, Ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import hardware, versions
 
-LARGEST_TREE = 64
-"""Largest number of nodes, root included, of a calibrated tree: the size of Medusa's published trees."""
-VERSION = 2
-"""Version of the measurement. Raise it when the forward pass or the format of the saved file changes, so that older
-measurements are not used.
-"""
+LARGEST_TREE = 64  # nodes of a calibrated tree at most, root included: the size of Medusa's published trees
+VERSION = 2  # of the measurement; raise it when the forward pass or the saved format changes, to discard older ones
 
 
 @dataclass(frozen=True)
@@ -30,21 +26,13 @@ class Calibration:
     """A head's tree and its expected performance, which ignores the head's confidence threshold."""
 
     tree: TokenTree
-    method: str
-    """Search method that found the tree: ``greedy`` or ``sequoia``."""
-    order: TreeOrder
-    """Nodes in the order of greedy search (whatever ``method`` is) and the probability that each node's path is
-    accepted."""
-    expected_tokens: float
-    """Mean accepted length of the chosen tree, simulated on the held-out answers."""
-    expected_tokens_largest: float
-    """Mean accepted length of the largest tree compared (up to ``LARGEST_TREE`` nodes); of equally large ones, of the
-    fastest."""
-    expected_speedup: float
-    """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
+    method: str  # search that found the tree: greedy or sequoia
+    order: TreeOrder  # by greedy search, whatever `method` is
+    expected_tokens: float  # mean accepted length of the tree, simulated on the held-out answers
+    expected_tokens_largest: float  # of the largest tree compared; of equally large ones, of the fastest
+    expected_speedup: float  # over autoregressive decoding, as predicted by `CostModel`
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values, for ``eval.json`` and ``from_json``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
         values["order"] = {"paths": self.order.paths, "values": self.order.values}
         choices = [list(p) for p in self.tree.paths[1:]]
@@ -52,7 +40,6 @@ class Calibration:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Return the calibration from the values of ``to_json``."""
         values = {f.name: content[f.name] for f in fields(cls) if f.name != "tree"}
         order = content["order"]
         values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
@@ -89,11 +76,9 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
 
 
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:
-    """Return the tree with the highest expected speedup among the best trees of every size and depth.
-
-    The number of tokens that a step commits is simulated exactly on the held-out answers, of which ``answers`` has the
-    ranks [T, K] of the true tokens among the head's candidates.
-    """
+    """Return the tree with the highest expected speedup among the best trees of every size and depth. The number of
+    tokens that a step commits is simulated exactly on the held-out answers, of which ``answers`` has the ranks [T, K]
+    of the true tokens among the head's candidates."""
     if not answers:
         raise UserError("the held-out answers have one token each; raise data.answers.sampler.max_new_tokens")
     probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]

@@ -19,40 +19,26 @@ from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import OtherProcesses
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-"""Tree sizes measured, root included; other sizes are interpolated."""
-ANSWERS = 3
-"""Number of prompts that ``measure_costs`` answers without drafts, and with drafts if it is given no prompts."""
-DEEPEST = 8
-"""Largest depth of drafting that is timed; greater depths are extrapolated."""
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # measured tree sizes, root included; interpolated between
+ANSWERS = 3  # prompts that `measure_costs` answers without drafts, and with drafts if it is given no prompts
+DEEPEST = 8  # largest depth of drafting that is timed; greater depths are extrapolated
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
-"""Function that is called with a label, the number of finished items and the total."""
+Progress = Callable[[str, int, int], None]  # label, number of finished items, total
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of each part of a step, by ``measure_costs``."""
 
-    verify: dict[int, float]
-    """Number of tokens -> seconds of one verification pass over them, logits and argmax included."""
-    draft: float
-    """Seconds to draft a tree over all draft positions."""
-    overhead: float
-    """Seconds of a step with drafts outside verification and drafting."""
-    context: int
-    """Number of tokens in the cache while verification and drafting were timed."""
-    prefill: float = 0.0
-    """Seconds of the base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
-    draft_by_depth: list[float] | None = None
-    """Seconds to draft a chain of depth d, at index d; None: ``draft`` at every depth, as for heads that draft all
-    positions in one pass."""
-    plain_overhead: float | None = None
-    """Seconds of an autoregressive step outside verification; None: equal to ``overhead``."""
-    draft_prefill: float = 0.0
-    """Seconds that the drafter adds to the prefill of ``context`` tokens."""
-    other_processes_cores: float | None = None
-    """Cores that other processes used during the measurement; None: unknown."""
+    verify: dict[int, float]  # by number of tokens: seconds of one verification pass, logits and argmax included
+    draft: float  # seconds to draft a tree over all draft positions
+    overhead: float  # seconds of a step with drafts outside verification and drafting
+    context: int  # number of tokens in the cache while verification and drafting were timed
+    prefill: float = 0.0  # seconds of the base's forward pass over a prompt of `context` tokens; 0: not measured
+    draft_by_depth: list[float] | None = None  # seconds of a chain of depth d, at index d; None: always `draft`
+    plain_overhead: float | None = None  # seconds of an autoregressive step outside verification; None: `overhead`
+    draft_prefill: float = 0.0  # seconds that the drafter adds to the prefill of `context` tokens
+    other_processes_cores: float | None = None  # during the measurement; None: unknown
 
     def verify_at(self, nodes: float) -> float:
         """Return the seconds of verifying ``nodes`` tokens: linear between sizes, proportional beyond the largest."""
@@ -86,9 +72,7 @@ class CostModel:
         self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
     ) -> float:
         """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
-
-        ``nodes`` maps each tree size to its share of the steps, because verification time is not linear in the size.
-        """
+        ``nodes`` maps each tree size to its share of the steps, because verification time is not linear in the size."""
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
         share = prompt / self.context
@@ -96,7 +80,6 @@ class CostModel:
         return (prefill + autoregressive) / (prefill + drafter + speculative)
 
     def to_json(self) -> dict[str, object]:
-        """Return all fields as JSON values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
 
     @classmethod
@@ -115,18 +98,12 @@ def measure_costs(
     prompts: Sequence[list[int]] = (),
     progress: Progress = lambda label, done, total: None,
 ) -> CostModel:
-    """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine, in turn.
-
-    Isotonic regression averages out noise by which a smaller tree seems slower than a larger one.
-
-    Args:
-        context: number of random tokens in the cache; at most half of the base's positions are used.
-        repeats: times that every part is timed; the median counts.
-        sizes: numbers of nodes to verify, root included; those above the context are extrapolated.
-        rows: batch size; all times are those of the whole batch.
-        prompts: prompts to answer while a combined or nested drafter is timed: its drafting time depends on the text.
-        progress: called between rounds and answers, never while one is timed.
-    """
+    """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine, in turn. ``context``
+    random tokens are in the cache, at most half of the base's positions. The median of ``repeats`` counts. ``sizes``
+    are numbers of nodes to verify, root included; sizes above the context are extrapolated. All times are those of a
+    whole batch of ``rows``. ``prompts`` are answered while a combined or nested drafter is timed, because its drafting
+    time depends on the text. ``progress`` is called between rounds and answers, never while one is timed. Isotonic
+    regression averages out noise by which a smaller tree seems slower than a larger one."""
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
     context = min(context, base.max_context // 2)
@@ -169,8 +146,7 @@ def measure_costs(
     )
 
 
-Probes = dict[tuple[str, int], Callable[[], object]]
-"""Functions to time, by the part of a step that they run and its size, such as ("verify", 8)."""
+Probes = dict[tuple[str, int], Callable[[], object]]  # by part of a step and size, such as ("verify", 8)
 
 
 def _probes(
@@ -221,7 +197,6 @@ def _counted(label: str, items: Sequence[T], progress: Progress) -> Iterator[T]:
 
 
 def _overhead(steps: Sequence[StepRecord]) -> float:
-    """Return the median seconds of a step outside drafting and verification."""
     return median(step.total_s - step.draft_s - step.verify_s for step in steps)
 
 

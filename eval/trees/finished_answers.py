@@ -30,10 +30,8 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[Answer]:
-    """Let the base answer ``limit`` prompts of a suite; return its answers in order of prompt and turn.
-
-    Later turns follow the base's earlier answers. A conversation ends before a turn that is too long for the context.
-    """
+    """Let the base answer ``limit`` prompts of a suite; return its answers in order of prompt and turn. Later turns
+    follow the base's earlier answers. A conversation ends before a turn that is too long for the context."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, tasks, split)
     answers_of: dict[int, list[Answer]] = {prompt.number: [] for prompt in prompts}

@@ -15,10 +15,8 @@ from drafthead.system.devices import wide
 NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
 """Limits of ``check_likelihood``. Answers are rejected if more than NEAR_TIES + IMPOSSIBLE_SHARE * tokens have
 probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard errors and NATS_LIMIT nats. A few
-impossible tokens are rounding: a forward pass of another shape may swap two nearly equal logits, above all in 16 bits.
-"""
-MAX_VALUES = 1 << 23
-"""Largest number of probabilities in one tensor, to bound the memory (8 bytes each in float64)."""
+impossible tokens are rounding: a pass of another shape may swap two nearly equal logits, above all in 16 bits."""
+MAX_VALUES = 1 << 23  # probabilities in one tensor, to bound the memory (8 bytes each in float64)
 
 
 def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
@@ -33,11 +31,9 @@ def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sam
 def surprisal_sums(
     base: BaseModel, texts: Sequence[Answer], base_hidden: list[HiddenStates], sampler: Sampler
 ) -> Tensor:
-    """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
-
-    They are the tokens, the impossible ones (probability 0), and over the possible ones surprisal minus entropy, and
-    the surprisal's variance.
-    """
+    """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers. They are
+    the tokens, the impossible ones (probability 0), and over the possible ones surprisal minus entropy, and the
+    surprisal's variance."""
     size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
     for text, states in zip(texts, base_hidden, strict=True):
         for start in range(text.boundary, len(text.ids), size):

@@ -39,10 +39,8 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
-
-    A tree is simulated on answers that its search did not use.
-    """
+    """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes. A tree is simulated on answers that
+    its search did not use."""
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     trees: dict[int, SimulatedAcceptance] = {}

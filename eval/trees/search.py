@@ -1,11 +1,8 @@
-"""Search for the fastest static token tree: greedily on joint counts, or by Sequoia's dynamic program.
-
-Both use simulated acceptance. ``accept_probs[t, k, s]`` is the probability that a step from position t, after k
-accepted drafts, accepts the next token as candidate s (``simulate.py``). ``calibrate.py`` then chooses the fastest of
-the trees by the machine's ``CostModel``.
-
-Shape legend: T positions of one answer, K draft positions, S candidates at a node, M nodes (root included).
-"""
+"""Search for the fastest static token tree: greedily on joint counts, or by Sequoia's dynamic program. Both use
+simulated acceptance. ``accept_probs[t, k, s]`` is the probability that a step from position t, after k accepted drafts,
+accepts the next token as candidate s (``simulate.py``). ``calibrate.py`` then chooses the fastest of the trees by the
+machine's ``CostModel``.
+Shape legend: T positions of one answer, K draft positions, S candidates at a node, M nodes (root included)."""
 
 import heapq
 from collections.abc import Sequence
@@ -25,11 +22,8 @@ from drafthead.models.simulation.acceptance import (
 )
 from drafthead.models.token_tree import TokenTree
 
-PRIOR_WEIGHT = 20.0
-"""Weight of a candidate's marginal accuracy, in observations, when it is averaged with the joint counts of its path."""
-ROUNDS = 3
-"""Number of searches for a tree. From the second on, a position's weight is the probability that decoding with the tree
-found before starts a step there."""
+PRIOR_WEIGHT = 20.0  # weight, in observations, of a candidate's marginal accuracy against the joint counts of its path
+ROUNDS = 3  # searches for a tree; see `greedy_tree`
 SearchMethod = Literal["greedy", "sequoia"]
 
 
@@ -37,13 +31,10 @@ SearchMethod = Literal["greedy", "sequoia"]
 class TreeOrder:
     """Nodes in the order in which a growing tree adds them: the first m nodes are the best tree of m drafts."""
 
-    paths: list[tuple[int, ...]]
-    """Path to each node: the number (from 0) of the candidate at every depth, from the root's child to the node."""
-    values: list[float]
-    """Estimated probability that each node's whole path is accepted."""
+    paths: list[tuple[int, ...]]  # numbers (from 0) of the candidates from the root's child to each node
+    values: list[float]  # estimated probability that each node's whole path is accepted
 
     def tree(self, drafts: int) -> TokenTree:
-        """Return the tree of the root and the first ``drafts`` nodes."""
         return TokenTree.from_paths(self.paths[:drafts])
 
 
@@ -54,12 +45,10 @@ def _started(answers: Sequence[AcceptProbs], tree: TokenTree) -> list[Floats]:
 
 def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS) -> TreeOrder:
     """Order ``size`` nodes (root excluded) by greedy search, so that the first m nodes are the best tree of m drafts.
-
     Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies. Here a node's value is how often
     its whole path was accepted, shrunk towards that product by ``PRIOR_WEIGHT`` observations. A child is never likelier
     than its parent, so greedy search is optimal for this value. After the first of ``rounds``, a position's weight is
-    the probability that decoding with the tree found before starts a step there.
-    """
+    the probability that decoding with the tree found before starts a step there."""
     order = _greedy_order(answers, size, None)
     for _ in range(rounds - 1):
         order = _greedy_order(answers, size, _started(answers, order.tree(size)))
@@ -100,9 +89,7 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
 
 def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
     """Return P(candidate s is accepted | some candidate was accepted at every depth above) by depth, [K, S].
-
-    ``weights`` has the positions' weights [T] of each answer (default: all 1).
-    """
+    ``weights`` has the positions' weights [T] of each answer (default: all 1)."""
     table = np.concatenate(answers)
     weight = np.ones(len(table)) if weights is None else np.concatenate(weights)
     known = np.nan_to_num(table)
@@ -118,8 +105,7 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
 class SequoiaTrees:
     """The best tree of every size if acceptance depends only on depth and candidate number. The root has depth 0."""
 
-    expected: Floats
-    """[M+1]: mean accepted length of the best tree of exactly m nodes (root included); ``-inf`` if no tree has m."""
+    expected: Floats  # [M+1]: mean accepted length of the best tree of m nodes, root included; -inf if there is none
     _children: npt.NDArray[np.int64] = field(repr=False)
     """[K+1, M+1], index [d, m]: number of children of a node at depth d in its best subtree of m nodes."""
     _kept: npt.NDArray[np.int64] = field(repr=False)
@@ -142,9 +128,7 @@ class SequoiaTrees:
 
 def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
     """Run Sequoia's dynamic program (2402.12374) for trees of up to ``nodes`` nodes, root included.
-
     ``acceptance`` [K, S] is P(candidate b is the first accepted one) at each depth; trees are at most K drafts deep.
-
     T is the mean accepted length of the best tree of m nodes and depth up to l whose root has b children. It consists
     of a tree of y nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes. P[b] is ``acceptance``
     of the b-th child::
@@ -152,8 +136,7 @@ def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
         T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
 
     A node's children are always its first candidates, because a candidate is tried only when those before it failed.
-    The program starts at the deepest level.
-    """
+    The program starts at the deepest level."""
     depth, candidates = acceptance.shape
     # Row m, column y: y nodes in the root and its children so far, and m - y in the subtree of the next child.
     m, y = np.ogrid[: nodes + 1, : nodes + 1]
@@ -182,10 +165,8 @@ def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
 
 def best_trees(answers: Sequence[AcceptProbs], nodes: int, method: SearchMethod) -> dict[int, TokenTree]:
     """Return the best tree of each size from 2 to ``nodes`` (root included), by size; impossible sizes are missing.
-
     ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate, both in ``ROUNDS``
-    searches (see ``greedy_tree``).
-    """
+    searches (see ``greedy_tree``)."""
     if method == "greedy":
         order = greedy_tree(answers, nodes - 1)
         return {drafts + 1: order.tree(drafts) for drafts in range(1, len(order.paths) + 1)}
@@ -199,10 +180,8 @@ def best_trees(answers: Sequence[AcceptProbs], nodes: int, method: SearchMethod)
 def cross_fitted(
     answers: Sequence[AcceptProbs], sizes: Sequence[int], method: SearchMethod = "greedy", seed: int = 0
 ) -> list[SimulatedAcceptance]:
-    """Simulate the best tree of each size on answers that were not used to search it: each half with the other's tree.
-
-    A single answer is simulated with its own tree. If no tree has a size, the next smaller size is used.
-    """
+    """Simulate the best tree of each size on answers that its search did not use: each half with the other's tree. A
+    single answer is simulated with its own tree. If no tree has a size, the next smaller size is used."""
     halves = [answers[0::2], answers[1::2] or answers]
     first, second = (best_trees(half, max(sizes), method) for half in halves)
     simulated = []

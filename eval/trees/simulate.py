@@ -1,8 +1,6 @@
 """Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
-
 Shape legend: B answers at a time, K draft positions, S candidates, n positions, W draft vocabulary, V vocabulary. T:
-tokens in hidden states, start positions of steps in acceptance probabilities. D: hidden size; in [T, D+1], tree depth.
-"""
+tokens in hidden states, start positions in acceptance probabilities. D: hidden size; in [T, D+1], tree depth."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,11 +42,9 @@ def positions(
     drafter: Drafter, texts: list[Answer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
     """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
-
     ``rows`` are the answers that have such a position, ``tokens`` [len(rows)] their answer tokens t. ``session`` has
     committed everything before these tokens. Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0,
-    1]; t = 2 and 3 yield row [0].
-    """
+    1]; t = 2 and 3 yield row [0]."""
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
     session = drafter.open(len(texts))
@@ -87,16 +83,11 @@ class AcceptProbsConfig:
     """Settings of :func:`text_accept_probs`, whose result holds for all static trees within ``depth`` and ``width``."""
 
     draft_sampling: DraftSampling = DraftSampling.TOP_K
-    sampler: Sampler = Sampler(temperature=1.0)
-    """Sampler of the drafts (temperature and so on); not used by ``DraftSampling.TOP_K``."""
-    depth: int | None = None
-    """Number of draft positions; None: all of the drafter."""
-    width: int = 10
-    """Number of candidates of each node."""
-    rule: AcceptanceRule = EXACT
-    """Acceptance rule. It must be lossless."""
-    seed: int = 0
-    """Seed of the draws that sampling without replacement needs."""
+    sampler: Sampler = Sampler(temperature=1.0)  # of the drafts; not used by top-k drafting
+    depth: int | None = None  # number of draft positions; None: all of the drafter
+    width: int = 10  # number of candidates of each node
+    rule: AcceptanceRule = EXACT  # must be lossless
+    seed: int = 0  # of the draws that sampling without replacement needs
 
 
 def simulate_texts(
@@ -109,11 +100,9 @@ def simulate_texts(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulatedAcceptance:
-    """Return the acceptance that decoding these answers with ``drafter`` and ``draft_config`` would have.
-
-    The answers must be the base's own under ``sampler``, and the rule must be lossless. Sampled drafts need a
-    ``StepwiseDrafter``. With ``in_order`` (top-k drafts only) a drafter with a memory knows all earlier answers.
-    """
+    """Return the acceptance that decoding these answers with ``drafter`` and ``draft_config`` would have. The answers
+    must be the base's own under ``sampler``, and the rule must be lossless. Sampled drafts need a ``StepwiseDrafter``.
+    With ``in_order`` (top-k drafts only) a drafter with a memory knows all earlier answers."""
     draft_config = draft_config.truncate(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
@@ -140,11 +129,9 @@ def simulate_texts(
 def text_accept_probs(
     base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
-    """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
-
-    Values are NaN beyond the answer's end. Answers of one token are left out. If siblings are sampled, pass a tree
-    through ``trials_in_order`` before its simulation.
-    """
+    """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated. Values are
+    NaN beyond the answer's end. Answers of one token are left out. If siblings are sampled, pass a tree through
+    ``trials_in_order`` before its simulation."""
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
             f"{type(drafter).__name__} drafts without distributions; use draft_sampling=top_k, one tree at a time"
@@ -184,9 +171,7 @@ def text_accept_probs(
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[Answer], t: int, depth: int) -> list[Tensor]:
     """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions after answer token ``t``.
-
-    ``last`` [B] are these tokens. Instead of its own drafts, the drafter reads the next tokens of the answers.
-    """
+    ``last`` [B] are these tokens. Instead of its own drafts, the drafter reads the next tokens of the answers."""
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
     logits, tokens = [], last[:, None]
@@ -207,10 +192,8 @@ def _drafted_length_probs(
     sampler: Sampler,
     in_order: bool,
 ) -> tuple[list[LengthProbs], list[Floats]]:
-    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
-
-    A top-k draft is accepted exactly if it is the answer's next token.
-    """
+    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T]. A
+    top-k draft is accepted exactly if it is the answer's next token."""
     length_probs, sizes = [], []
     at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
     for batch, base_hidden in _batches(base, drafter, texts, sampler, at_a_time):
