@@ -34,6 +34,7 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.kernels.packed import PackedMask
 from support import TINY, drafted_logits, random_base, randomised, row_of
 
 IDS = [5, 17, 99, 42, 7, 250, 3]
@@ -77,7 +78,9 @@ def logits_of(base: BaseModel, head: DraftHead) -> Tensor:
     layers = [outputs[i] for i in head.spec.layers]
     base_hidden = HiddenStates(final=outputs[-1], layers=torch.cat(layers, -1) if layers else None)
     if isinstance(head, KangarooHead):
-        return head.output_head(0).logits(head.hidden_states(row_of([IDS], padding=0), base_hidden))[0].detach()
+        row = row_of([IDS], padding=0)
+        hidden = head.adapter(base_hidden.layer(0), row.position_ids, PackedMask.of(row.document_ids))
+        return head.output_head(0).logits(hidden)[0].detach()
     chain = [*DRAFTED, 7, 250][: head.depth] if isinstance(head.config, MLPSpeculatorConfig) else DRAFTED
     return drafted_logits(head, IDS, base_hidden, chain)
 

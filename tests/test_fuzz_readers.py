@@ -74,10 +74,8 @@ def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
 def read_checkpoint(folder: Path) -> Any:
     checkpoint = load_latest(folder)
     assert checkpoint is not None
-    moments = {f"{i}.{k}": v for i, state in checkpoint.optimizer["state"].items() for k, v in state.items()}
-    rng = checkpoint.rng[0]
-    rest = (checkpoint.state, checkpoint.manifests, checkpoint.optimizer["param_groups"], rng["python"][0])
-    return tensors(checkpoint.head), tensors(moments), tensors({"torch": rng["torch"]}), rest
+    states = (checkpoint.head, checkpoint.optimizer, *checkpoint.rng)
+    return *map(tensors, states), checkpoint.state, checkpoint.manifests
 
 
 def read_head(folder: Path) -> Any:

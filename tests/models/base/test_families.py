@@ -206,7 +206,7 @@ QUANTISED: list[dict[str, Any]] = [
 ]
 
 
-NOT_INSTALLED = "needs a package that is not installed here: .* Install it, or name"
+NOT_INSTALLED = "needs a package that is not installed here: .* Install it"
 
 
 @pytest.mark.parametrize(
