@@ -417,7 +417,16 @@ class DraftHead(nn.Module, Drafter):
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
         """Return the loss and the metrics, summed over the trained tokens of the batch. ``share_done`` is the share of
-        the training phase that is done after this step, in (0, 1], for Medusa-2."""
+        the training phase that is done after this step, in (0, 1], for Medusa-2.
+
+        The calls, in order::
+
+            DraftTargets.of            targets.py     which anchor predicts which target
+            projection_inputs          here           the inputs of all projections, at the anchors
+              hidden_at_positions      here, a head   ``anchor_hidden``, then ``unroll``: ``advance`` once per position
+            output_head                here           each position's projection, from lm_heads.py
+            heads_loss                 losses.py      loss and metrics in chunks, with gradients written by hand
+        """
         weights = config.weights_of(self.config.trained_positions)
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
