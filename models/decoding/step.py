@@ -9,6 +9,8 @@
         grow                   growth.py         chooses the nodes of every level from the logits that it asks for by
           expand               head_session.py     the session's logits after a level: by the head's ``advance``, or
                                                    this level of the logits that ``start`` has computed
+            attend             heads/eagle3.py     only heads that attend (EAGLE-3): by ``advance``, over the head's own
+                                                   keys and values in a NodeCache (node_cache.py)
       BaseModel.verify_logits  base_model.py     the base's logits after all nodes, in one pass over the TreeCache
       greedy, or rule.verify   acceptance.py     accepts a path from the root, and adds the target's next token
       TreeCache.commit_path    kv_cache.py       keeps the keys and values of the path's nodes
