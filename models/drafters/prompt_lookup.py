@@ -101,14 +101,17 @@ class PromptLookup(Drafter):
         while sum(map(len, self._answers)) > self.memory:
             self._answers.popleft()
         tokens = [token for answer in self._answers for token in answer]
-        self._remembered = torch.tensor([tokens], dtype=torch.int64)
+        self._remembered = torch.tensor([tokens], dtype=torch.int64).to(self._remembered.device)
+
+    def to(self, device: torch.device) -> None:
+        """Move the remembered answers, which drafting would wait for."""
+        self._remembered = self._remembered.to(device)
 
     def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the ``depth`` = K tokens after each of the best M matches, and a mask of those to draft, [B, M, K].
         Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or fewer in a shorter text."""
         if earlier := self._remembered.shape[1]:
             # Remembered answers stand before every row, so that their matches count as older than its own.
-            self._remembered = self._remembered.to(text.tokens.device)
             tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
             text = TokenBuffer(tokens, [length + earlier for length in text.lengths])
         start, length = self._find(text)
@@ -158,6 +161,7 @@ class LookupSession(Session):
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         self._text = self._text.append(tokens, counts)
+        self._drafter.to(tokens.device)
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:

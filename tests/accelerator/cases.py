@@ -152,7 +152,8 @@ def test_decoding_with_prompt_lookup(kind: str, spec: str, sampler: Sampler, row
     (expected, _), (answers, waits) = results
     assert answers == expected
     if not spec.startswith("relay"):  # its second drafter is told how many tokens the first drafted
-        assert_few(waits, 2, f"{kind} {spec}")
+        remembers = "suffix_memory" in spec  # an answer that ends is copied to the device, before the next step drafts
+        assert_few(waits, 2 + remembers, f"{kind} {spec}")
 
 
 @every_head
