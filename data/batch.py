@@ -1,4 +1,4 @@
-"""What training and decoding pass on: batches, hidden states, metrics.
+"""Types of training and decoding: batches, hidden states, metrics.
 
 ``x_t`` is the token at position t. ``h_t`` is the hidden state at position t after the base's final norm; the base's
 output head turns it into p(x_{t+1}). Draft position k (1-based) predicts ``x_{t+1+k}``.

@@ -29,7 +29,7 @@ from drafthead.system.devices import on_device
 
 
 class TreeCache:
-    """What the layers of a model keep of one row or of several rows with different lengths. The last ``pending``
+    """Cache of a model's layers, for one row or for several rows with different lengths. The last ``pending``
     positions of each row are a token tree whose states are stored but not committed. ``commit_path`` commits one path
     of the tree and moves only the accepted entries. ``crop`` drops the tree."""
 
