@@ -129,12 +129,13 @@ def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str
     assert_rows_are_independent(base, drafter, CONFIGS.get(name) or default_draft_config(drafter))
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["eagle3", "draft_lm", "head and lookup"])
 def test_many_prompts_with_few_rows(
-    tiny_base: TinyBase, name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    tiny_base: TinyBase, name: str, temperature: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred prompts, whose answers end at EOS or at the limit, take the four rows of a batch in turn.
+    """Many prompts, whose answers end at EOS or at the limit, take the four rows of a batch in turn.
 
     Sampled answers depend on the drafts, which are sampled too.
     """
@@ -145,7 +146,7 @@ def test_many_prompts_with_few_rows(
     drafter: Drafter = randomised(config.build(base), 0.05).eval()
     if name == "head and lookup":
         drafter = CombinedDrafter([drafter, PromptLookup(3)])
-    prompts = [random_ids(1 + 7 * n % 40, n) for n in range(100)]
+    prompts = [random_ids(1 + 7 * n % 40, n) for n in range(count)]
     draft_config = default_draft_config(drafter)
     if temperature:
         draft_config = replace(draft_config, draft_sampling=DraftSampling.WITH_REPLACEMENT)
