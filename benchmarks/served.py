@@ -113,11 +113,7 @@ def speedup(rounds: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, An
         float(ratio(np.array([sum(one[key]) for one in pair for key in ("tokens", "seconds")])))
         for pair in zip(rounds, plain, strict=False)
     ]
-    return {
-        "ratio": float(ratio(prompts.sum(0))),
-        "interval": bootstrap_interval(prompts, ratio),
-        "rounds": each,
-    }
+    return {"ratio": float(ratio(prompts.sum(0))), "interval": bootstrap_interval(prompts, ratio), "rounds": each}
 
 
 def tokens_per_second(rounds: Sequence[Mapping[str, Any]]) -> float:

@@ -17,13 +17,7 @@ from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
 from drafthead.eval.lossless.certify import rule_total_variation
-from drafthead.eval.lossless.equality import (
-    Equality,
-    compare_outputs,
-    draw_margin,
-    logit_margin,
-    recompute_tokens,
-)
+from drafthead.eval.lossless.equality import Equality, compare_outputs, draw_margin, logit_margin, recompute_tokens
 from drafthead.eval.metrics.engine_comparison import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise

@@ -42,11 +42,7 @@ class EnginesCommandConfig:
     """Folder of vLLM's environment. Empty: a folder in the user's cache."""
 
 
-@command(
-    "engines",
-    EnginesCommandConfig,
-    __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE),
-)
+@command("engines", EnginesCommandConfig, __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE))
 def main(config: EnginesCommandConfig) -> None:
     display = Display()
     folder = Path(config.folder) if config.folder else environment()

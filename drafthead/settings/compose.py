@@ -18,15 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from drafthead.errors import UserError, visible
 from drafthead.settings.help import help_text
-from drafthead.settings.schema import (
-    check,
-    default_of,
-    is_settings,
-    takes_text,
-    types_of,
-    unknown_key,
-    without_none,
-)
+from drafthead.settings.schema import check, default_of, is_settings, takes_text, types_of, unknown_key, without_none
 
 T = TypeVar("T")
 INTERRUPTED = 130  # exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT

@@ -68,12 +68,7 @@ class EngineServer(ABC):
     name: ClassVar[str]
 
     def __init__(
-        self,
-        url: str,
-        eos_ids: frozenset[int],
-        timeout_s: float,
-        process: EngineProcess | None = None,
-        drafts: int = 0,
+        self, url: str, eos_ids: frozenset[int], timeout_s: float, process: EngineProcess | None = None, drafts: int = 0
     ) -> None:
         """Connect to the server at ``url``, which drafts ``drafts`` tokens per step; ``process``: if it is ours."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process

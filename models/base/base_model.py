@@ -162,11 +162,7 @@ class BaseModel(BaseParts):
 
     @torch.inference_mode()
     def forward(
-        self,
-        tokens_BT: Tensor,
-        cache: TreeCache,
-        counts: list[int] | None = None,
-        spec: HiddenStatesSpec = NO_LAYERS,
+        self, tokens_BT: Tensor, cache: TreeCache, counts: list[int] | None = None, spec: HiddenStatesSpec = NO_LAYERS
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them. ``counts`` are
         the tokens in each row before its padding; None: T."""
@@ -187,11 +183,7 @@ class BaseModel(BaseParts):
 
     @torch.inference_mode()
     def verify(
-        self,
-        tokens_BN: Tensor,
-        shape: TreeShape,
-        cache: TreeCache,
-        partial_forward: PartialForward | None = None,
+        self, tokens_BN: Tensor, shape: TreeShape, cache: TreeCache, partial_forward: PartialForward | None = None
     ) -> HiddenStates:
         """Run the last N nodes of token trees, [B, N], after the committed prefixes; return their hidden states.
 

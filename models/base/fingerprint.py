@@ -22,10 +22,7 @@ def _first_rows(layer: Any, count: int) -> Tensor:
 
 
 def fingerprint(
-    model: Any,
-    digest: str | None = None,
-    ends: Any = None,
-    first_rows: Callable[[Any, int], Tensor] = _first_rows,
+    model: Any, digest: str | None = None, ends: Any = None, first_rows: Callable[[Any, int], Tensor] = _first_rows
 ) -> str:
     """Return the fingerprint of a stock model, which must not be fused or prepacked yet.
 

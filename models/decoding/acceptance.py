@@ -142,10 +142,7 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         path.append(node)
     nodes = torch.stack(path[: len(probs)], 1)
     return Acceptance(
-        nodes=nodes,
-        accepted=(nodes != 0).sum(1),
-        bonus=bonus,
-        probs=torch.stack(probs, 1) if return_probs else None,
+        nodes=nodes, accepted=(nodes != 0).sum(1), bonus=bonus, probs=torch.stack(probs, 1) if return_probs else None
     )
 
 

@@ -20,15 +20,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from drafthead.settings.schema import (
-    BelowOne,
-    NonNegative,
-    PositiveFloat,
-    PositiveShare,
-    Share,
-    Temperature,
-    settings,
-)
+from drafthead.settings.schema import BelowOne, NonNegative, PositiveFloat, PositiveShare, Share, Temperature, settings
 
 
 @dataclass(frozen=True)

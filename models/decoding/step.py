@@ -33,14 +33,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
-from drafthead.models.decoding.drafter import (
-    DraftConfig,
-    Drafter,
-    DraftSampling,
-    Proposal,
-    Session,
-    take_rows,
-)
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Contexts, TargetSampler
@@ -408,9 +401,6 @@ def _sizes(proposal: Proposal) -> dict[str, Tensor]:
     """Return each row's number of drafted nodes, and of drafts on the longest path, [B]."""
     shape, roots = proposal.shape, proposal.tokens[:, 0]
     if shape.tree is not None:
-        return {
-            "proposed": torch.full_like(roots, len(shape) - 1),
-            "depth": torch.full_like(roots, shape.tree.depth),
-        }
+        return {"proposed": torch.full_like(roots, len(shape) - 1), "depth": torch.full_like(roots, shape.tree.depth)}
     drafted, deepest = (shape.parents >= 0).sum(1), shape.depths.max(1).values
     return {"proposed": drafted.expand(len(roots)), "depth": deepest.expand(len(roots))}

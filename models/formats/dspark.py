@@ -204,9 +204,7 @@ class DSparkFormat(BlockFormat):
         sglang("DSPARK", "{drafts}"),
         LLAMACPP,
     )
-    other_keys = BlockFormat.other_keys | {
-        *("markov_rank", "enable_confidence_head", "confidence_head_with_markov"),
-    }
+    other_keys = BlockFormat.other_keys | {*("markov_rank", "enable_confidence_head", "confidence_head_with_markov")}
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **BlockFormat.only,
         "sample_from_anchor": (False, True),
@@ -236,11 +234,7 @@ class DFlashFormat(BlockFormat):
     name = "dflash"
     title = "DFlash (DFlashDraftModel)"
     architecture = "DFlashDraftModel"
-    engines: ClassVar[tuple[Engine, ...]] = (
-        vllm("dflash"),
-        sglang("DFLASH", "{nodes}"),
-        LLAMACPP,
-    )
+    engines: ClassVar[tuple[Engine, ...]] = (vllm("dflash"), sglang("DFLASH", "{nodes}"), LLAMACPP)
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)

@@ -104,11 +104,7 @@ class Eagle3Format(Format):
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
         output = head.output_head(0)
-        return {
-            OUTPUT: output.weight * output.scale,
-            "d2t": to_offsets(head.d2t),
-            "t2d": head.t2d >= 0,
-        }
+        return {OUTPUT: output.weight * output.scale, "d2t": to_offsets(head.d2t), "t2d": head.t2d >= 0}
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
         return {

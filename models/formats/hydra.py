@@ -51,7 +51,7 @@ class HydraFormat(Format):
         "hidden_state_offset": (0,),
     }
     fixed = {
-        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and heads of this format do not"),
+        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and heads of this format do not")
     }
     # Files spell the prefix layer's name in several ways; only what follows it is fixed.
     aliases = {r"^(?!hydra_mlp\.|hydra_lm_head\.).*?(?=layers\.0\.|norm\.weight$)": PREFIX}

@@ -47,7 +47,7 @@ class MedusaFormat(Format):
     sizes: ClassVar[Mapping[str, str]] = {}
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
     fixed = {
-        "reads_last_token": Fixed(False, "its heads read the last token's embedding, and those of the format do not"),
+        "reads_last_token": Fixed(False, "its heads read the last token's embedding, and those of the format do not")
     }
     vocabulary_advice: ClassVar[str | None] = f"{Format.vocabulary_advice} or to=vllm_medusa"
 

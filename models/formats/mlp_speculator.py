@@ -48,11 +48,7 @@ class MLPSpeculatorFormat(Format):
     required = {"n_predict": "num_draft_tokens", "inner_dim": "inner_dim"}
     optional = {"tie_weights": "tie_weights", "scale_input": "scale_input"}
     sizes = {"emb_dim": "hidden_size", "vocab_size": "vocab_size"}
-    constants = {
-        "model_type": "mlp_speculator",
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "n_candidates": 5,
-    }
+    constants = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_candidates": 5}
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **Format.only,
         "architectures": ("MLPSpeculatorPreTrainedModel",),

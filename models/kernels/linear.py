@@ -102,11 +102,7 @@ class PrepackedLinear(nn.Module):
     """An inference-only CPU linear layer. Gradients do not pass through."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype = torch.float32,
-        table: KernelTable | None = None,
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32, table: KernelTable | None = None
     ) -> None:
         """Pack a float32 ``weight`` as ``dtype``: float32, or bfloat16, which also rounds inputs and outputs. With a
         ``table``, the weight is stored once for each kernel that is compared, until ``keep`` is called."""

@@ -51,13 +51,7 @@ class PackedMask(BlockMask):
     __repr__ = object.__repr__
 
     def __init__(
-        self,
-        first: Tensor,
-        last: Tensor,
-        starts: Tensor,
-        rows: int,
-        device: torch.device,
-        window: int | None = None,
+        self, first: Tensor, last: Tensor, starts: Tensor, rows: int, device: torch.device, window: int | None = None
     ) -> None:
         """Take the ranges of keys in host memory: ``first`` and ``last`` [Q] int64, ascending. ``starts``: first token
         of each document, and N. ``window``: size of the sliding window, if one cuts a range."""

@@ -52,10 +52,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [
-        ("save=/proc/nope/x.jsonl", "choose another folder"),
-        ("save=FOLDER", "is a folder; name a file in it"),
-    ],
+    [("save=/proc/nope/x.jsonl", "choose another folder"), ("save=FOLDER", "is a folder; name a file in it")],
 )
 def test_settings_refused_at_once(setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "FOLDER").mkdir()

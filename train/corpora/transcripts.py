@@ -14,14 +14,7 @@ from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
 from drafthead.data.text.transcripts import Answered, TranscriptEncoder, iter_transcripts
 from drafthead.errors import UserError
-from drafthead.files.local import (
-    MANIFEST_NAME,
-    file_digest,
-    folder_of_manifest,
-    read_json,
-    read_manifest,
-    write_json,
-)
+from drafthead.files.local import MANIFEST_NAME, file_digest, folder_of_manifest, read_json, read_manifest, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.system.display import Display
 from drafthead.train.corpora.answers import TURN_STRIDE, resembles_suites

@@ -12,14 +12,7 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import (
-    DraftConfig,
-    Proposal,
-    SessionPart,
-    last_valid,
-    map_active,
-    take_rows,
-)
+from drafthead.models.decoding.drafter import DraftConfig, Proposal, SessionPart, last_valid, map_active, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import NodeCache
 from drafthead.models.heads.parts.attention_layer import Layer

@@ -150,11 +150,7 @@ class InductionContext(SessionPart):
 
     @torch.inference_mode()
     def commit(
-        self,
-        tokens: Tensor,
-        counts: list[int],
-        base_hidden: HiddenStates | None = None,
-        nodes: Tensor | None = None,
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None = None, nodes: Tensor | None = None
     ) -> None:
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:

@@ -139,8 +139,7 @@ def test_too_many_tries(server: Any, fault: str, last: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "last"),
-    [("drips", "no whole response within 2 s"), ("endless", "more than 1 MiB"), ("brackets", "JSON")],
+    ("fault", "last"), [("drips", "no whole response within 2 s"), ("endless", "more than 1 MiB"), ("brackets", "JSON")]
 )
 def test_a_response_without_end(server: Any, fault: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is cut off and requested again."""

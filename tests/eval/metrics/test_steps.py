@@ -185,13 +185,7 @@ def test_acceptance_by_span_is_of_the_step_that_begins_there() -> None:
     log = [answer(records)]
     names = ["thinking"] * 6 + ["answer"] * 2
     thinking, rest = by_span(rows_of(log, spans=lambda ids, tokens: names, ids=[[1, 2]]))
-    assert thinking == {
-        "span": "thinking",
-        "steps": 2,
-        "tokens": 6,
-        "mean_accepted_length": 3.0,
-        "first_accepted": 1.0,
-    }
+    assert thinking == {"span": "thinking", "steps": 2, "tokens": 6, "mean_accepted_length": 3.0, "first_accepted": 1.0}
     assert (rest["span"], rest["steps"], rest["mean_accepted_length"]) == ("answer", 1, 1.0)
 
 

@@ -55,10 +55,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountingFile]]
     yield CountingFile
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "untied": TINY,
-    "tied": {**TINY, "tie_word_embeddings": True},
-}
+SHAPES: dict[str, dict[str, Any]] = {"untied": TINY, "tied": {**TINY, "tie_word_embeddings": True}}
 
 
 def save(name: str, folder: Path, script: Script, shard_size: str = "5GB") -> BaseConfig:

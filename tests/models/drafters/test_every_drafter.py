@@ -24,14 +24,7 @@ from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.token_tree import TokenTree
-from support import (
-    Context,
-    TinyBase,
-    assert_rows_are_independent,
-    assert_same_in_any_batch,
-    random_ids,
-    randomised,
-)
+from support import Context, TinyBase, assert_rows_are_independent, assert_same_in_any_batch, random_ids, randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))

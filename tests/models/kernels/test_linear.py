@@ -18,13 +18,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels import choice, linear
 from drafthead.models.kernels.choice import choose_kernels
 from drafthead.models.kernels.compiled import skinny_library
-from drafthead.models.kernels.linear import (
-    MEASURED_ROWS,
-    Kernel,
-    KernelTable,
-    PrepackedLinear,
-    inference_linear,
-)
+from drafthead.models.kernels.linear import MEASURED_ROWS, Kernel, KernelTable, PrepackedLinear, inference_linear
 from support import TinyBase, random_ids, row_of
 
 

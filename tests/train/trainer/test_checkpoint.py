@@ -10,13 +10,7 @@ from torch import nn
 
 from drafthead.errors import UserError
 from drafthead.train.distributed.sharding import full_state_dict
-from drafthead.train.trainer.checkpoint import (
-    capture_rng,
-    load_best,
-    load_latest,
-    restore_rng,
-    save_checkpoint,
-)
+from drafthead.train.trainer.checkpoint import capture_rng, load_best, load_latest, restore_rng, save_checkpoint
 from support import flip
 
 STATE = {"phase": 1, "losses": [0.1, None, 1 / 3], "score": None}
