@@ -89,6 +89,8 @@ class Sharding:
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self._made_group = False
+        if config.mode == "full" and device.type == "cpu":
+            _return_freed_memory()
 
     @property
     def shards_base(self) -> bool:
@@ -106,8 +108,6 @@ class Sharding:
         """Shard the layers of a base's decoder in place, except ``whole`` parameters; return the shards' device. The
         weights may be on the meta device."""
         device, policy = self.device, fsdp.OffloadPolicy()
-        if device.type == "cpu":
-            _return_freed_memory()
         if self.config.offload_base:
             device, policy = torch.device("cpu"), fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
         options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(whole)}
