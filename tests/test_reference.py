@@ -10,20 +10,24 @@ import pytest
 import drafthead
 from drafthead.cli import COMMANDS
 from drafthead.data.prompts.suites import SUITES, load_suite
-from drafthead.reference import FOLDER, GENERATED, PAGES, pages
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 
-def test_generated_pages_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_pages_are_up_to_date(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = script("reference")
     monkeypatch.setenv("HOME", str(tmp_path))  # pages do not depend on the user
-    made = {path.stem: text for path, text in pages()}
-    assert made.keys() == PAGES.keys()
+    made = {path.stem: text for path, text in reference.pages()}
+    assert made.keys() == reference.PAGES.keys()
     for name, text in made.items():
-        assert (FOLDER / f"{name}.md").read_text() == text, "run: python -m drafthead.reference"
-        assert text.startswith(GENERATED)
+        assert (FOLDER / f"{name}.md").read_text() == text, "run: python benchmarks/reference.py"
+        assert text.startswith(reference.GENERATED)
 
 
 def test_pages_cover_commands_and_public_names() -> None:
-    text = {name: (FOLDER / f"{name}.md").read_text() for name in PAGES}
+    text = {name: (FOLDER / f"{name}.md").read_text() for name in ("commands", "api")}
     assert all(f"\n## drafthead {name}\n" in text["commands"] for name in COMMANDS)
     assert all(f"\n| `{suite}` |" in (FOLDER / "suites.md").read_text() for suite in SUITES)
     assert all(f"## drafthead.{name}\n" in text["api"] for name in drafthead.__all__ if name != "__version__")

@@ -1,4 +1,4 @@
-"""Help texts and the reference page, generated from settings classes: keys, defaults, limits, field docstrings."""
+"""Help texts, generated from settings classes: keys, defaults, limits, field docstrings."""
 
 import re
 import textwrap
@@ -17,7 +17,7 @@ WIDTH = 120  # in columns
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a settings class, described for ``--help`` and the reference page."""
+    """A key of a settings class, described for ``--help`` and the reference pages."""
 
     key: str
     default: str | None  # as users would type it; None for a required setting
@@ -63,7 +63,7 @@ def docstrings(cls: Any) -> dict[str, str]:
 def help_text(usage: str, cls: Any) -> str:
     """Return a command's help: ``usage``, then all settings of ``cls`` with explanations, grouped by settings class."""
     lines = [usage.rstrip("\n"), "", "settings (key=default):"]
-    for section, group in _sections(describe(cls)).items():
+    for section, group in sections(describe(cls)).items():
         lines += ["", f"{section}:"] if section else []
         for setting in group:
             typed = f"  {setting.key}={'...' if setting.default is None else setting.default}"
@@ -78,7 +78,7 @@ def help_text(usage: str, cls: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
+def sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
     """Group settings by the key of their class; top-level settings come first, the required ones before the others."""
     sections: dict[str, list[Setting]] = {"": []}
     for setting in sorted(settings, key=lambda setting: "." in setting.key or setting.default is not None):
@@ -89,17 +89,3 @@ def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, without its full stop and double backquotes."""
     return re.split(r"(?<=\.)\s(?=[A-Z`\d])", text)[0].replace("``", "").rstrip(".")
-
-
-def settings_table(cls: Any, prefix: str = "") -> str:
-    """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings."""
-    tables: list[str] = []
-    for section, group in _sections(describe(cls, prefix)).items():
-        rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []
-        rows += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
-        for setting in group:
-            default = "required" if setting.default is None else f"`{setting.default}`" if setting.default else ""
-            cells = (f"`{setting.key}`", default, setting.limit, setting.help.replace("``", "`"))
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        tables += ["\n".join(rows) + "\n"] if group else []
-    return "\n".join(tables)

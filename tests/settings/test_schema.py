@@ -1,17 +1,20 @@
 """Settings classes: limits, types, misspelt keys and help, each with the dotted key that users type."""
 
 from dataclasses import field, replace
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
 
+from drafthead.cli import COMMANDS
+from drafthead.commands.command import REGISTERED
 from drafthead.data.text.sources import SourceConfig
 from drafthead.errors import UserError
 from drafthead.models.heads.parts.loading import config_class, head_types
-from drafthead.reference import commands
 from drafthead.settings.help import describe, first_sentence, help_text
 from drafthead.settings.schema import NonNegative, Positive, check, require, settings
+from drafthead.train.config import RunConfig
 
 
 @settings(kw_only=True)
@@ -110,7 +113,10 @@ def test_first_sentence() -> None:
     assert first_sentence("Size. 0 turns it off.") == "Size"
 
 
-CLASSES = commands() | {name: config_class(name) for name in head_types()} | {"source": SourceConfig}
+for module, _ in COMMANDS.values():
+    import_module(module)  # registers its command
+CLASSES = {"train": RunConfig, "source": SourceConfig} | {name: cls for name, (cls, _) in REGISTERED.items()}
+CLASSES |= {name: config_class(name) for name in head_types()}
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -1,4 +1,7 @@
-"""Reference pages generated from the code: ``python -m drafthead.reference`` writes them into docs/reference/."""
+"""Write the reference pages that are generated from the code into docs/reference.
+
+python benchmarks/reference.py
+"""
 
 import inspect
 import re
@@ -19,13 +22,13 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.eval.engines.served import READS
 from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import config_class
-from drafthead.settings.help import first_sentence, settings_table
+from drafthead.settings.help import describe, first_sentence, sections
 from drafthead.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 RECIPES = ROOT / "recipes"
-GENERATED = "<!-- Generated from the code by `python -m drafthead.reference`. Do not edit. -->"
+GENERATED = "<!-- Generated from the code by `python benchmarks/reference.py`. Do not edit. -->"
 GROUPS = ("base", "head", "data", "phases", "shard", "tracker", "machine", "budget", "debug")
 ENGINES = ("vLLM", "SGLang", "llama.cpp")
 
@@ -58,10 +61,10 @@ def settings_page() -> str:
     for name, settings_class in commands().items():
         summary = COMMANDS[name][1]
         parts.append(f"## drafthead {name}\n{summary[0].upper()}{summary[1:]}.\n")
-        parts.append(settings_table(settings_class))
+        parts.append(_settings_table(settings_class))
     parts.append("## Sources of text and prompts\nKeys of an item of `data.text.sources` and `data.answers.sources`.\n")
-    parts.append(settings_table(SourceConfig))
-    parts += [f"## head={name}\n\n{settings_table(config_class(name), 'head.')}" for name in _heads()]
+    parts.append(_settings_table(SourceConfig))
+    parts += [f"## head={name}\n\n{_settings_table(config_class(name), 'head.')}" for name in _heads()]
     return "\n".join(parts).rstrip("\n")
 
 
@@ -185,6 +188,20 @@ def _first_comment(path: Path) -> str:
     text = " ".join(line.removeprefix("#").strip() for line in lines if not line.startswith("# @package"))
     settings = ", ".join(f"{key}: {value}" for key, value in yaml.safe_load(path.read_text()).items())
     return (text or settings).split(". ")[0].rstrip(".")
+
+
+def _settings_table(cls: Any, prefix: str = "") -> str:
+    """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings."""
+    tables: list[str] = []
+    for section, group in sections(describe(cls, prefix)).items():
+        rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []
+        rows += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
+        for setting in group:
+            default = "required" if setting.default is None else f"`{setting.default}`" if setting.default else ""
+            cells = (f"`{setting.key}`", default, setting.limit, setting.help.replace("``", "`"))
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        tables += ["\n".join(rows) + "\n"] if group else []
+    return "\n".join(tables)
 
 
 def _wrapped(line: str) -> str:
