@@ -19,6 +19,7 @@ from common import at_least, entry_point, generated, numbers, parser, print_tabl
 
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import load_suite
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.trees.calibrate import calibrate
 from drafthead.eval.trees.cost_model import SIZES, measure_costs
 from drafthead.eval.trees.finished_answers import base_answers
@@ -87,8 +88,8 @@ def main(given: list[str] | None = None) -> None:
     at_least(arguments, 1, "prompts", "max_new_tokens")
     sizes, new = numbers("rows", arguments.rows), arguments.max_new_tokens
     base, head = load_base_and_head(arguments.head)
-    limits = {"limit": arguments.prompts, "max_new_tokens": new}
-    answers = base_answers(base, suite=arguments.suite, temperature=0.0, split="dev", **limits)
+    config = SuiteConfig(suite=arguments.suite, limit=arguments.prompts, max_new_tokens=new)
+    answers = base_answers(base, config, split="dev")
     ranks = list(text_ranks(head, answers))
     suite = load_suite(arguments.suite, arguments.prompts, 0, None, "test")
     prompts = [conversation_ids(base.tokenizer, prompt) for prompt in suite]

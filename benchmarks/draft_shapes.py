@@ -23,6 +23,7 @@ from common import entry_point, numbers, parser, print_table, save_record
 from drafthead.data.answers.store import Answer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
 from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
@@ -67,7 +68,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for depth, width, folder in zip(depths, widths, folders, strict=True):
         train(arguments.settings, depth, width, folder)
     suite = {"suite": arguments.suite, "limit": arguments.limit, "max_new_tokens": arguments.max_new_tokens}
-    texts = base_answers(base, **suite)
+    texts = base_answers(base, SuiteConfig(**suite))
     heads = {folder.name: load_head(folder / "head", base) for folder in folders}
     rows = [{"name": name, **predicted(base, head, texts)} for name, head in heads.items()]
     timed = measure_speeds(base, heads, rows, texts, arguments.max_new_tokens)

@@ -49,7 +49,7 @@ from heads_table import caption, figure, markdown, rows
 
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
-from drafthead.eval.config import METHOD, EvalConfig
+from drafthead.eval.config import METHOD, EvalConfig, SuiteConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.trees.finished_answers import base_answers
@@ -224,7 +224,7 @@ class Judge:
 
     def _answers(self, split: str) -> list[Answer]:
         limits = {key: getattr(self.arguments, key) for key in ("suite", "limit", "max_new_tokens")}
-        return base_answers(self.base, **limits, split=split, keep_hidden_states=True)
+        return base_answers(self.base, SuiteConfig(**limits), split=split, keep_hidden_states=True)
 
     @cached_property
     def dev(self) -> list[Answer]:

@@ -150,17 +150,8 @@ def predict(
 def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
     """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``. If the drafter reads only
     final hidden states, the answers keep those of decoding, which saves a second pass."""
-    return base_answers(
-        base,
-        suite=config.suite,
-        limit=limit,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.sampler.temperature,
-        seed=config.seed,
-        tasks=config.tasks,
-        split="dev",
-        keep_hidden_states=not spec.layers,
-    )
+    settings, keep_hidden_states = replace(config, limit=limit), not spec.layers
+    return base_answers(base, settings, config.sampler.temperature, config.tasks, "dev", keep_hidden_states)
 
 
 def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ The check uses the base's answers to `suite`, or the answers in `texts`. An expo
 """
 
 import textwrap
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -114,9 +114,7 @@ def main(config: ExportConfig) -> None:
             write_trees(folder, head)  # engines ignore it; an import takes it
         with display.stage("check: read back and compare"):
             length = min(config.max_new_tokens, base.max_context // 2)
-            texts = texts or base_answers(
-                base, suite=config.suite, limit=config.limit, max_new_tokens=length, seed=config.seed
-            )
+            texts = texts or base_answers(base, replace(config, max_new_tokens=length))
             reloaded, estimate = target.load(folder, base), training_estimate(config.head)
             check = check_export(base, head, reloaded, texts, dtype, estimate, config.estimate_tolerance)
         display.console.print(_table(target, head, check, f"{len(texts)} answers to {config.texts or config.suite}"))

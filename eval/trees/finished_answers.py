@@ -11,6 +11,7 @@ from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.readers import json_object, read_lines
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
 from drafthead.files.local import make_folder
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
@@ -20,20 +21,17 @@ BATCH_SIZE = 32
 
 def base_answers(
     base: BaseModel,
-    *,
-    suite: str,
-    limit: int | None,
-    max_new_tokens: int,
+    config: SuiteConfig,
     temperature: float = 0.0,
-    seed: int = 0,
     tasks: Sequence[str] | None = None,
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[Answer]:
-    """Let the base answer ``limit`` prompts of a suite; return its answers in order of prompt and turn. Later turns
-    follow the base's earlier answers. A conversation ends before a turn that is too long for the context."""
-    sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = load_suite(suite, limit, seed, tasks, split)
+    """Let the base answer the prompts of ``config``; return its answers in order of prompt and turn. Later turns follow
+    the base's earlier answers. A conversation ends before a turn that is too long for the context."""
+    length = config.max_new_tokens
+    sampler = SamplerConfig(temperature=temperature, max_new_tokens=length, seed=config.seed)
+    prompts = load_suite(config.suite, config.limit, config.seed, tasks, split)
     answers_of: dict[int, list[Answer]] = {prompt.number: [] for prompt in prompts}
     for turn in range(max(prompt.turns for prompt in prompts)):
         asked = []
@@ -41,7 +39,7 @@ def base_answers(
             before = [text.ids[text.boundary :] for text in answers_of[prompt.number]]
             if len(before) == turn < prompt.turns:
                 ids = conversation_ids(base.tokenizer, prompt, before, base.config.chat_template_kwargs)
-                if len(ids) <= base.max_context - max_new_tokens:
+                if len(ids) <= base.max_context - length:
                     asked.append((prompt.number, ids))
         if not asked:
             break
@@ -50,9 +48,7 @@ def base_answers(
             answers_of[answer.prompt_number].append(answer)
     texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
-        raise UserError(
-            f"no prompt of {suite} leaves max_new_tokens={max_new_tokens} free in a context of {base.max_context}"
-        )
+        raise UserError(f"no prompt of {config.suite} leaves max_new_tokens={length} free in {base.max_context} tokens")
     return texts
 
 

@@ -15,7 +15,6 @@ from drafthead.data.answers.store import Answer
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.intervals import Floats
 from drafthead.errors import UserError
-from drafthead.eval.trees.likelihood import MAX_VALUES, check_likelihood, surprisal_sums, target_probs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
@@ -36,6 +35,13 @@ from drafthead.models.simulation.acceptance import (
 )
 from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import wide
+
+NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
+"""Limits of ``_check_likelihood``. Answers are rejected if more than NEAR_TIES + IMPOSSIBLE_SHARE * tokens have
+probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard errors and NATS_LIMIT nats. A few
+impossible tokens are rounding: a pass of another shape may swap two nearly equal logits, above all in 16 bits."""
+MAX_VALUES = 1 << 23  # probabilities in one tensor, to bound the memory (8 bytes each in float64)
 
 
 def positions(
@@ -153,7 +159,7 @@ def text_accept_probs(
                 probs = top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
             else:
                 hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
-                p = target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
+                p = _target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
                 q = config.sampler.probs(draft)
                 if q.shape[1] < p.shape[1]:
                     q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
@@ -236,6 +242,50 @@ def _batches(
     for start in range(0, len(with_steps), size):
         batch = with_steps[start : start + size]
         base_hidden = [read_hidden_states(base, drafter, text) for text in batch]
-        sums += surprisal_sums(base, batch, base_hidden, sampler)
+        sums += _surprisal_sums(base, batch, base_hidden, sampler)
         yield batch, base_hidden
-    check_likelihood(sums, sampler)
+    _check_likelihood(sums, sampler)
+
+
+def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
+    """Return the base's next-token probabilities [positions, V]; ``contexts`` are the ids so far, for penalties."""
+    logits = base.logits(hidden)
+    if not sampler.reads_context:
+        return sampler.probs(logits)
+    rows = zip(logits, contexts, strict=True)
+    return torch.cat([sampler.probs(row[None], torch.tensor([ids], device=row.device)) for row, ids in rows])
+
+
+def _surprisal_sums(
+    base: BaseModel, texts: Sequence[Answer], base_hidden: list[HiddenStates], sampler: Sampler
+) -> Tensor:
+    """Return sums over the answers' tokens, [4] float64, by which ``_check_likelihood`` judges the answers. They are
+    the tokens, the impossible ones (probability 0), and over the possible ones surprisal minus entropy, and the
+    surprisal's variance."""
+    size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
+    for text, states in zip(texts, base_hidden, strict=True):
+        for start in range(text.boundary, len(text.ids), size):
+            span = range(start, min(start + size, len(text.ids)))
+            hidden = states.final[0, span.start - 1 : span.stop - 1]
+            probs = wide(_target_probs(base, hidden, [text.ids[:at] for at in span], sampler))
+            tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
+            surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+            possible = probs.gather(1, tokens)[:, 0] > 0
+            mean = (probs * surprisal).sum(-1)
+            variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
+            excess = surprisal.gather(1, tokens)[:, 0] - mean
+            counted = [possible.new_ones(len(tokens)), ~possible, excess * possible, variance * possible]
+            sums += torch.stack([wide(each).sum() for each in counted]).cpu()
+    return sums
+
+
+def _check_likelihood(sums: Tensor, sampler: Sampler) -> None:
+    """Reject answers that ``sampler`` is very unlikely to have drawn from the base, by their ``_surprisal_sums``."""
+    tokens, impossible, excess, variance = sums.tolist()
+    off, z = excess / max(1, tokens), abs(excess) / max(variance, 1e-12) ** 0.5
+    if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
+        raise UserError(
+            f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} tokens have "
+            f"probability 0, and the mean surprisal of the others is {off:+.2f} nats from the target's entropy; "
+            "simulate with the sampler that made the answers"
+        )

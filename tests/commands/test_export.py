@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafthead.data.answers.store import Answer
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
 from drafthead.eval.trees.finished_answers import base_answers, write_texts
 from drafthead.files.local import read_json, write_json
@@ -31,7 +32,7 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 
 @cache
 def answers(base: BaseModel) -> list[Answer]:
-    return base_answers(base, suite="builtin", limit=3, max_new_tokens=24)
+    return base_answers(base, SuiteConfig(suite="builtin", limit=3, max_new_tokens=24))
 
 
 @cache

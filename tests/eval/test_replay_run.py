@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drafthead.commands.replay import own_tree_row, simulated_rows
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
-from drafthead.eval.trees.replay import own_row, rows
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -25,7 +26,7 @@ ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(5
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
 def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
-    table_rows = rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
+    table_rows = simulated_rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
     assert [r["draft"] for r in table_rows] == ["chain of 1", "chain of 3", "best tree of 4", "best tree of 16"]
     assert [r["nodes"] for r in table_rows] == [2, 4, 4, 16]
     tokens = [r["mean accepted length"] for r in table_rows]
@@ -64,22 +65,22 @@ def test_settings_refused_at_once(setting: str, message: str, tmp_path: Path, mo
 def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, suite = tiny_base(), tmp_path / "s.jsonl"
     suite.write_text('{"turns": ["one", "then"]}\n{"prompt": "two words"}\n')
-    first, second, other = texts = base_answers(base, suite=str(suite), limit=None, max_new_tokens=5)
+    first, second, other = texts = base_answers(base, SuiteConfig(suite=str(suite), max_new_tokens=5))
     assert all(2 <= len(t.ids) - t.boundary + 1 <= 6 for t in texts)
     answer = base.tokenizer.decode(first.ids[first.boundary :], skip_special_tokens=True).strip()
     asked = base.tokenizer.decode(second.ids[: second.boundary])
     assert answer in asked and "then" in asked and "then" not in base.tokenizer.decode(other.ids)
     with pytest.raises(UserError, match="leaves max_new_tokens"):
-        base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
+        base_answers(base, SuiteConfig(suite=str(suite), max_new_tokens=base.max_context - 1))
 
 
 def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny_base()
     texts = [Answer.of([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
-    plain = own_row(base, head, texts, Sampler())
+    plain = own_tree_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
-    row = own_row(base, head, texts, Sampler())
+    row = own_tree_row(base, head, texts, Sampler())
     assert row["predicted speedup"] is None and row["mean accepted length"] < plain["mean accepted length"]
     write_texts(tmp_path / "t.jsonl", texts)
     for threshold in (0.0, 0.25):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import simulate
 from drafthead.eval.trees.finished_answers import base_answers
@@ -201,8 +202,8 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
 
 
 def test_hidden_states_of_the_answering_stand_in_for_a_pass_over_its_texts(base: BaseModel) -> None:
-    settings = {"suite": "builtin", "limit": 6, "max_new_tokens": 12}
-    without_states, with_states = (base_answers(base, **settings, keep_hidden_states=keep) for keep in (False, True))
+    config = SuiteConfig(suite="builtin", limit=6, max_new_tokens=12)
+    without_states, with_states = (base_answers(base, config, keep_hidden_states=keep) for keep in (False, True))
     assert [text.ids for text in with_states] == [text.ids for text in without_states]
     assert len({len(text.ids) for text in with_states}) > 1
     head, config = fitted(base), DraftConfig(tree=TREE)
