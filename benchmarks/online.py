@@ -22,7 +22,7 @@ from common import at_least, entry_point, listed, parser, print_table, save_reco
 from rich.console import Console
 
 from drafthead.data.answers.store import Answer, open_answers
-from drafthead.data.batch import HiddenStates
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.errors import UserError
@@ -30,8 +30,10 @@ from drafthead.eval.report.plots import INK, new_axes, save_png, styled
 from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accepted_length_probs, start_probs
+from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy
 from drafthead.train.corpora.precomputed import FOLDERS
 from drafthead.train.trainer.optim import OptimConfig
 
@@ -73,6 +75,36 @@ def train(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:
     learner = OnlineLearner(head, config)
     for answer, hidden in stream * epochs:
         learner.learn(OnlineExample(text=answer, hidden=hidden, rejected=[]))
+
+
+def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
+    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example. The
+    head reads the finished answer once; nothing is decoded. ``hidden`` are the base's states at its tokens."""
+    batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
+    document_ranks = answer_ranks(head, batch, hidden)
+    if not document_ranks:
+        return 0.0, OnlineExample(text=text, hidden=hidden, rejected=[])
+    ranks = document_ranks[0]
+    lengths = accepted_length_probs(accept_probs_of_ranks(ranks, WIDTH), tree)
+    (starts,) = start_probs([lengths])
+    return float(starts.sum()), OnlineExample(
+        text=text, hidden=hidden, rejected=_rejected_ranks(text, ranks, lengths, tree)
+    )
+
+
+def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+    """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
+    ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length."""
+    rejected, t = [], 0
+    inner = {path[:-1] for path in tree.paths[1:]}
+    while t < len(ranks):
+        accepted = int(lengths[t].argmax())
+        path = tuple(int(rank) for rank in ranks[t, :accepted])
+        index = text.boundary + t + accepted + 1
+        if path in inner and index < len(text.ids):
+            rejected.append((index, accepted + 1))
+        t += accepted + 1
+    return rejected
 
 
 def follow(head: DraftHead, stream: Stream, config: OnlineConfig | None) -> tuple[Curve, dict[str, float]]:

@@ -137,15 +137,10 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         super().__post_init__()
         require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
-            raise ValueError(
-                "engines=[...] needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule "
-                "and drafter"
-            )
+            raise ValueError("engines=[...] needs greedy decoding, a lossless rule and drafter=head; change them")
         one_prompt = self.engines or self.length != "constant" or any(spec.startswith("hf_") for spec in self.baselines)
         if self.batch_size > 1 and one_prompt:
-            raise ValueError(
-                "engines, hf_ baselines and length=heuristic answer one prompt at a time; leave out batch_size"
-            )
+            raise ValueError("engines, hf_ baselines and length=heuristic take one prompt at a time; drop batch_size")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 
@@ -236,6 +231,4 @@ class EvalRunConfig(EvalConfig):
             raise UserError("name a head: head=outputs/NAME/head or head=user/repo")
         varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
         if self.grid and (varied or not self.rule.lossless):
-            raise UserError(
-                "a grid chooses tree and threshold of a head; remove tree, confidence_threshold, drafter and rule"
-            )
+            raise UserError("a grid chooses the tree; remove tree, confidence_threshold, drafter and rule")

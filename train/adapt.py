@@ -33,7 +33,7 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accepted_length_probs, start_probs
-from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
+from drafthead.models.simulation.ranks import WIDTH, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, settings
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizers
@@ -276,10 +276,7 @@ class OnlineLearner:
             raise UserError(f"{checkpoint.path} is not of this version's adapt; start over with resume=false")
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
-            raise UserError(
-                f"the answers in {folder} were made with {key} = {was}, but this command has {now}; choose another "
-                "folder (out=...)"
-            )
+            raise UserError(f"{folder} was made with {key} = {was}, this command has {now}; set another out=...")
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
         load_optimizers(self.head, self.optimizers, checkpoint.optimizer)
@@ -289,34 +286,12 @@ class OnlineLearner:
         return True
 
 
-def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
-    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example. The
-    head reads the finished answer once; nothing is decoded. ``hidden`` are the base's states at its tokens."""
-    batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
-    document_ranks = answer_ranks(head, batch, hidden)
-    if not document_ranks:
-        return 0.0, OnlineExample(text=text, hidden=hidden, rejected=[])
-    ranks = document_ranks[0]
-    lengths = accepted_length_probs(accept_probs_of_ranks(ranks, WIDTH), tree)
-    (starts,) = start_probs([lengths])
-    return float(starts.sum()), OnlineExample(
-        text=text, hidden=hidden, rejected=_rejected_ranks(text, ranks, lengths, tree)
-    )
-
-
-def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
-    """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
-    ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length."""
-    rejected, t = [], 0
-    inner = {path[:-1] for path in tree.paths[1:]}
-    while t < len(ranks):
-        accepted = int(lengths[t].argmax())
-        path = tuple(int(rank) for rank in ranks[t, :accepted])
-        index = text.boundary + t + accepted + 1
-        if path in inner and index < len(text.ids):
-            rejected.append((index, accepted + 1))
-        t += accepted + 1
-    return rejected
+def simulated_steps(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> float:
+    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer. The head reads the finished
+    answer once; nothing is decoded. ``hidden`` are the base's states at its tokens."""
+    ranks = answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), hidden)
+    lengths = [accepted_length_probs(accept_probs_of_ranks(each, WIDTH), tree) for each in ranks]
+    return float(sum(starts.sum() for starts in start_probs(lengths)))
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:

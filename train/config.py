@@ -227,9 +227,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         is_packaged = (answers.precomputed or "").startswith(f"{EMBEDDED.partition(':')[0]}:")
         answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
     if run.hours is not None and run.mode != "estimate":
-        raise UserError(
-            "hours needs mode=estimate, which only prints how many steps fit; to limit training, set phases.NAME.steps"
-        )
+        raise UserError("hours needs mode=estimate; to limit training, set phases.NAME.steps")
     if not run.data.has_own_prompts or run.eval.tasks:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
@@ -240,19 +238,14 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if run.init_from is not None and run.trains_base:
         raise UserError("init_from continues heads of the original base, but a phase has train_base; leave one out")
     if run.per_node_data and run.shard.mode == "full" and not run.shard.hybrid:
-        raise UserError(
-            "per_node_data=true lets nodes compute hidden states apart, but shard=full shards the base over all nodes; "
-            "use shard=hybrid"
-        )
+        raise UserError("per_node_data=true with shard=full shards the base over nodes; use shard=hybrid")
     _check_base_training(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
         if phase.optim.name == "muon" and run.shard.mode != "none":
-            raise UserError(
-                f"phases.{name}.optim.name=muon needs whole matrices, but shard.mode={run.shard.mode}; use adamw"
-            )
+            raise UserError(f"phases.{name}.optim.name=muon needs shard.mode=none, not {run.shard.mode}; use adamw")
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:
@@ -262,8 +255,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     answer = answers.max_prompt_tokens + answers.sampler.max_new_tokens
     if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(
-            f"data.answers makes rows of up to {answer} tokens, but phase rows hold {run.answer_row_length}; raise "
-            "phases.*.seq_len"
+            f"data.answers makes rows of up to {answer} tokens, above {run.answer_row_length}; raise phases.*.seq_len"
         )
     context = run.base.max_context or run.base.shape.get("max_position_embeddings")
     longest = max(answer, *(p.seq_len for p in run.phases.values()))
@@ -278,14 +270,10 @@ def _check_base_training(run: RunConfig) -> None:
     tuning = [name for name in names if run.phases[name].train_base]
     if not tuning:
         if run.quality_limits != QualityLimits():
-            raise UserError(
-                "quality_limits has limits, but no phase trains the base; set phases.*.train_base or leave them out"
-            )
+            raise UserError("quality_limits need a phase that trains the base; set phases.*.train_base or drop them")
         return
     if not head.trains_base:
-        raise UserError(
-            f"phases.{tuning[0]}.train_base needs a head like medusa2; {type(head).__name__} does not train its base"
-        )
+        raise UserError(f"phases.{tuning[0]}.train_base: {type(head).__name__} cannot train its base; use head=medusa2")
     if tuning != names[-len(tuning) :]:
         raise UserError(f"phases.{names[-1]} follows phases.{tuning[0]}, which changes the base; put train_base last")
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
@@ -293,8 +281,7 @@ def _check_base_training(run: RunConfig) -> None:
         raise UserError(f"phases with train_base on text have rows of {sorted(lengths)} tokens; set the same seq_len")
     if run.base.adapter is not None:
         raise UserError(
-            f"base.adapter={run.base.adapter} and phases.{tuning[0]}.train_base exclude each other: a head keeps one "
-            "adapter; merge this one into the base (peft's merge_and_unload)"
+            f"base.adapter={run.base.adapter} excludes phases.{tuning[0]}.train_base; merge the adapter into the base"
         )
 
 
@@ -302,12 +289,8 @@ def _check_stream(run: RunConfig) -> None:
     if not run.data.text.stream:
         return
     if run.trains_base:
-        raise UserError(
-            "data.text.stream keeps no text on which quality_limits of a trained base can be measured; leave stream out"
-        )
+        raise UserError("data.text.stream keeps no text to measure a trained base on; leave stream out")
     for name, phase in run.phases.items():
         for key in ("max_tokens", "store_hidden_states"):
             if phase.corpus == "text" and getattr(phase, key):
-                raise UserError(
-                    f"phases.{name}.{key} needs text rows on disk, but data.text.stream keeps none; leave one out"
-                )
+                raise UserError(f"phases.{name}.{key} needs text on disk, which data.text.stream lacks; drop one")

@@ -221,8 +221,6 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 def corpora(context: RunContext) -> None:
     """Make the answers or transcripts, and pack text into rows unless it is streamed. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
-    if context.launch.is_main:
-        corpora.check_base()
     if context.launch.is_main or is_sharded(corpora.base):  # processes run a sharded base together
         durations = StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table()
         display.console.print(durations)
@@ -311,9 +309,7 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     stored = store.read(with_hidden_states=False)
     answers = [answer for answer in stored if is_held_out(answer.prompt_number)]
     if not answers:
-        raise UserError(
-            f"{store.folder} has too few answers to hold some out; raise data.answers.prompts, or change init_data"
-        )
+        raise UserError(f"{store.folder} has too few answers to hold some out; raise data.answers.prompts")
     probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 
@@ -413,12 +409,9 @@ def evaluate(context: RunContext) -> None:
     config, display, head = context.eval, context.display, context.load_head()
     calibrated = load_calibration(context.folder / CALIBRATION, head)
     if calibrated is None:
-        raise UserError(
-            f"{context.folder / CALIBRATION} is missing, or of another head or machine; run stages=[tree,evaluate]"
-        )
+        raise UserError(f"{context.folder / CALIBRATION} is missing or does not fit; run stages=[tree,evaluate]")
     costs, calibration = calibrated
     head.tree = calibration.tree
-    log = read_json_lines(context.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {suite_label(config.suite)}"):
         drafter, draft_config = config.build(head.base_model, head, config.draft_config(head))
         evaluation = evaluate_drafter(
@@ -431,12 +424,12 @@ def evaluate(context: RunContext) -> None:
             head=head,
             calibration=calibration,
             costs=costs,
-            training_log=log,
+            training_log=read_json_lines(context.folder / "metrics.jsonl"),
             development=context.development_answers,
             training_data=context.agreement,
         )
     display.console.print(console_table(evaluation))
-    for line in console_lines(evaluation, log):
+    for line in console_lines(evaluation):
         display.line(line)
     context.tracker.finish(evaluation)
     if config.sampler.greedy:

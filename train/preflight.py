@@ -29,17 +29,14 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         rows = phase.rows(processes)
         if (least := phase.micro_batches(processes, rows) * processes) > rows:
             raise UserError(
-                f"phases.{name}.rows_per_step={rows} cannot be split among {processes} processes in micro-batches of "
-                f"{phase.micro_batch_size}; set it to a multiple of {processes}, such as {least}"
+                f"phases.{name}.rows_per_step={rows} does not fit {processes} processes; take a multiple, such as {least}"
             )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
     if run.init_from is not None:
         head_type, expected = read_head_config(resolve_folder(run.init_from))["head_type"], run.head_config().head_type
         if head_type != expected:
-            raise UserError(
-                f"init_from={run.init_from} is a {head_type}, but this run trains a {expected}; set head={head_type}"
-            )
+            raise UserError(f"init_from={run.init_from} is a {head_type}, not a {expected}; set head={head_type}")
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
         raise UserError(f"init_data={run.init_data} has no folder 'answers'; name the data.folder of an earlier run")
     answers = run.data.answers
@@ -83,10 +80,7 @@ def _require_held_out(run: RunConfig) -> None:
         count += min(answers.prompts, available) + answers.self_prompted
         remedy = "name more data.prompts" if data.prompts else "raise data.answers.prompts, or name more sources"
     if count < HELD_OUT_EVERY and "train" in run.stages:
-        raise UserError(
-            f"{count} conversations are too few: one in {HELD_OUT_EVERY} is held out, so at least {HELD_OUT_EVERY} "
-            f"are needed; {remedy}"
-        )
+        raise UserError(f"{count} conversations are too few to hold out one in {HELD_OUT_EVERY}; {remedy}")
 
 
 def _most_entries(sources: Sequence[SourceConfig]) -> float:  # upper bound; inf if unknown

@@ -39,9 +39,7 @@ def open_folder(run: RunConfig) -> None:
     if path.exists():
         check_settings(path, run)
     elif "train" in run.stages and _is_trained(path.parent):
-        raise UserError(
-            f"{path} is missing, so the settings of this training are unknown; restore it, or choose another name=..."
-        )
+        raise UserError(f"{path} is missing; restore it, or choose another name=... for a new run")
     write_json(path, training_settings(run))
 
 
@@ -112,9 +110,7 @@ def _clear(run: RunConfig) -> None:
     settings = folder / SETTINGS
     results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
     if results and not settings.exists():
-        raise UserError(
-            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}; choose another folder (out=...)"
-        )
+        raise UserError(f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}; set another out=...")
     for path in results:
         if path.is_dir():
             shutil.rmtree(path)

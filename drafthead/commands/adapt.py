@@ -34,7 +34,7 @@ from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
 from drafthead.system.display import Display
-from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, simulated_steps
 
 
 @settings(kw_only=True)
@@ -91,7 +91,7 @@ def main(config: AdaptConfig) -> None:
                 if config.sampler.greedy:
                     tree = default_draft_config(frozen).tree
                     assert isinstance(tree, TokenTree)
-                    row["steps_frozen"] = replayed(frozen, tree, lesson.text, lesson.hidden)[0]
+                    row["steps_frozen"] = simulated_steps(frozen, tree, lesson.text, lesson.hidden)
                 rows.append(row)
                 if learner.answered % config.interval == 0:
                     # Write the log first: a resumed stream truncates it to the checkpoint's answers.

@@ -56,15 +56,15 @@ def main(config: EnginesCommandConfig) -> None:
         size, space = (VLLM_SIZE, SPACE) if package.startswith(VLLM_PACKAGE) else (GPU_SIZE, GPU_SPACE)
         display.line(f"installing {package} ({reason}) in {folder}: {size}, some minutes")
         require_space(folder, space, package)
-        _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}", display)
+        _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
-        _run([*pip, "install", package], f"installing {package}", display)
+        _run([*pip, "install", package], f"installing {package}")
         if package.startswith(VLLM_PACKAGE):
-            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing packages that do not fit its torch", display)
+            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing packages that do not fit its torch")
         if not _vllm(folder):
             raise UserError(f"{package} was installed in {folder}, but vLLM is not there; remove the folder and retry")
     elif config.install == "llamacpp":
-        _run([*pip_command(), "install", LLAMACPP], f"installing {LLAMACPP}", display)
+        _run([*pip_command(), "install", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
     llamacpp = "installed" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
@@ -81,9 +81,7 @@ def vllm_build() -> tuple[str, str]:
         return f"{VLLM_PACKAGE}=={VLLM_VERSION}", "torch finds no accelerator here"
     if device.type == "cuda" and torch.version.hip is None:
         return f"vllm=={VLLM_VERSION}", f"this machine has a {accelerator_name()}"
-    raise UserError(
-        f"the package index has no vLLM for {accelerator_name()}; install one and set engine.vllm.python=PATH"
-    )
+    raise UserError(f"there is no vLLM for {accelerator_name()}; install one and set engine.vllm.python=PATH")
 
 
 def _vllm(folder: Path) -> str:
@@ -95,13 +93,6 @@ def _vllm(folder: Path) -> str:
     return subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
 
 
-def _run(arguments: list[str], what: str, display: Display) -> None:
-    lines: list[str] = []
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(arguments, stdout=out, stderr=err, text=True, errors="replace") as process:
-        for line in map(str.strip, process.stdout or ()):
-            if line.startswith(("Downloading", "Installing")):
-                display.line(f"   {line[:100]}")
-            lines += [line] if line else []
-    if process.returncode:
-        raise UserError(f"{what} failed: {' | '.join(lines[-2:]) or 'no output'}")
+def _run(arguments: list[str], what: str) -> None:
+    if subprocess.run(arguments).returncode:
+        raise UserError(f"{what} failed; its output above says why")

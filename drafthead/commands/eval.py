@@ -84,7 +84,6 @@ def main(config: EvalRunConfig) -> None:
             costs = measure_costs(
                 base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
             )
-        training_log = read_json_lines(default / "metrics.jsonl")
         with display.stage(f"evaluation: {config.suite}"):
             result = evaluate(
                 base,
@@ -96,18 +95,16 @@ def main(config: EvalRunConfig) -> None:
                 head=head,
                 candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
                 costs=costs,
-                training_log=training_log,
+                training_log=read_json_lines(default / "metrics.jsonl"),
             )
         write_atomic(folder / "results.md", markdown_table(result))
         display.console.print(console_table(result))
-        for line in console_lines(result, training_log):
+        for line in console_lines(result):
             display.line(line)
         if candidates:
             display.line(keep_fastest(result, candidates, config, config.dry))
         if failures := engine_failures(result):
-            raise UserError(
-                f"an engine does not serve the head as trained: {'; '.join(failures)} (see {folder}/eval.json)"
-            )
+            raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} ({folder}/eval.json)")
         display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
 
 

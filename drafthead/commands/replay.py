@@ -80,9 +80,7 @@ class ReplayConfig(SuiteConfig):
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
-            raise ValueError(
-                "sampler: replay generates answers with sampler.temperature only; for others, give answers (texts=FILE)"
-            )
+            raise ValueError("sampler: replay generates answers with sampler.temperature only; else give texts=FILE")
         for spec in self.drafters:
             parse_drafter(spec)
 

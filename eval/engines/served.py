@@ -110,9 +110,7 @@ def format_for(engine: str, head: DraftHead) -> Format:
     read = (all_formats()[name] for name in READS[engine])
     fitting = [target for target in read if isinstance(head.config, target.head_config)]
     if not fitting:
-        raise UserError(
-            f"{engine} cannot serve a {type(head).__name__}; it loads heads in the formats {', '.join(READS[engine])}"
-        )
+        raise UserError(f"{engine} cannot serve a {type(head).__name__}, only heads in {', '.join(READS[engine])}")
     refused = {}
     for target in fitting:
         if not (reasons := list(target.unsupported(target.fitted(head)))):
@@ -158,9 +156,7 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
             "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
         )
     if "sglang" in formats and not settings.sglang.url:
-        raise UserError(
-            "start SGLang with the exported head yourself, and give its address as engine.sglang.url=http://..."
-        )
+        raise UserError("start SGLang with the exported head yourself, and set engine.sglang.url=http://...")
     if "vllm" in formats and not settings.vllm.url:
         vllm_python(settings.vllm)
     return drafter, formats
@@ -174,9 +170,7 @@ def _chain(head: DraftHead, config: EvalConfig) -> int:
 def vllm_python(config: EngineConfig) -> str:
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
-        raise UserError(
-            f"vLLM is not installed: there is no {python}; run `drafthead engines install=vllm` ({VLLM_SIZE})"
-        )
+        raise UserError(f"there is no {python}; install vLLM with `drafthead engines install=vllm` ({VLLM_SIZE})")
     return python
 
 
@@ -185,9 +179,7 @@ def check_drafts(head: DraftHead, drafts: int) -> None:
     if drafts > head.depth:
         raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
     if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
-        raise UserError(
-            f"engine.drafts={drafts}, but this head's draft positions attend to each other; leave it at {head.depth}"
-        )
+        raise UserError(f"engine.drafts={drafts}, but draft positions attend to each other; leave it at {head.depth}")
 
 
 @dataclass
@@ -221,9 +213,7 @@ class EngineStart:
             server = kind(url, self.base.eos_ids, timeout, drafts=drafts)
             self.stack.callback(server.close)
             if not server.is_ready():
-                raise EngineError(
-                    f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
-                )
+                raise EngineError(f"no {kind.name} at {url}; start it, or correct engine.{self.name}.url")
             return server
         port = free_port()
         python, arguments, variables = (self._vllm if self.name == "vllm" else self._llamacpp)(port, plain)

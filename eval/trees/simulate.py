@@ -112,9 +112,7 @@ def simulate_texts(
     draft_config = draft_config.truncate(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
-        raise UserError(
-            f"with the lossy rule {rule.name!r} answers depend on the drafts; measure it with drafthead eval"
-        )
+        raise UserError(f"answers of the lossy rule {rule.name!r} depend on the drafts; use drafthead eval")
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
@@ -139,9 +137,7 @@ def text_accept_probs(
     NaN beyond the answer's end. Answers of one token are left out. If siblings are sampled, pass a tree through
     ``trials_in_order`` before its simulation."""
     if not isinstance(drafter, StepwiseDrafter):
-        raise UserError(
-            f"{type(drafter).__name__} drafts without distributions; use draft_sampling=top_k, one tree at a time"
-        )
+        raise UserError(f"{type(drafter).__name__} drafts without distributions; use draft_sampling=top_k")
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
     accept_probs: list[AcceptProbs] = []

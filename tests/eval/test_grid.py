@@ -48,12 +48,6 @@ def test_every_combination_is_decoded_once(tiny_base: TinyBase, tmp_path: Path) 
     methods = evaluation["overall"]["methods"]
     assert set(methods) == names
     assert all(method["identical_outputs"]["same"] == 1 for method in methods.values())
-    (written,) = tmp_path.glob("*/head/grid.json")
-    record = json.loads(written.read_text())
-    assert {row["name"] for row in record["rows"]} == names
-    best = next(row for row in record["rows"] if row["name"] == record["best"])
-    assert str(written.parent) == best["head"] and (written.parent / "grid.png").stat().st_size > 5000
-    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,10 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     speedups = dict(zip([candidate.name for candidate in candidates], [(default, default - 0.1), best], strict=True))
     assert line in keep_fastest(evaluation_with(speedups), candidates, config, dry)
     after = files_of(folder)
-    assert after.keys() - before.keys() == (set() if dry else {"grid.json", "grid.png"})
+    assert after.keys() - before.keys() == ({"grid.json"} if changes else set())
+    if changes:
+        before_it = json.loads(after["grid.json"])["default_before"]
+        assert before_it == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
     assert ({name: after[name] for name in before} == before) == (not changes)
     head = load_head(folder, base)
     assert head.confidence_threshold == (0.3 if changes else 0.9) and head.tree is not None

@@ -1,7 +1,9 @@
 """Learning while answering: the recorded positions by hand, exact answers, and what is learned of them."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, simulated_steps
 from drafthead.train.trainer.optim import OptimConfig
 from support import TinyBase, call, noisy_head, p_value_of_answers, probs_of_answers, random_ids, randomised, small_head
 
@@ -43,7 +45,9 @@ def make_heads(tiny_base: TinyBase) -> dict[str, DraftHead]:
 
 
 @pytest.mark.parametrize("name", ["hydra", "hydra++", "draft_lm", "kangaroo", "eagle3"])
-def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str) -> None:
+def test_a_recorded_answer_is_what_replay_finds(
+    script: Callable[[str], ModuleType], tiny_base: TinyBase, name: str
+) -> None:
     """Positions and hidden states, of decoding with an early end too, against one pass over the finished text."""
     head = make_heads(tiny_base)[name]
     head.tree = tree = TokenTree.expansion([2, 1])
@@ -52,8 +56,8 @@ def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str) 
         result, lesson = learner.answer(ids, max_new_tokens=new)
         assert result.tokens == decode(head.base, None, ids, max_new_tokens=new).tokens
         hidden = read_hidden_states(head.base, head, lesson.text)
-        steps, simulated = replayed(head, tree, lesson.text, hidden)
-        assert steps == pytest.approx(len(result.steps))
+        steps, simulated = script("online").replayed(head, tree, lesson.text, hidden)
+        assert steps == simulated_steps(head, tree, lesson.text, hidden) == pytest.approx(len(result.steps))
         within = len(lesson.text.ids) - head.depth  # near the limit decoding drafts less
         rejected = [[pair for pair in each.rejected if pair[0] < within] for each in (lesson, simulated)]
         assert rejected[0] == rejected[1] and (new < 30 or rejected[0])

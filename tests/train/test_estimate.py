@@ -188,7 +188,7 @@ def test_a_target_that_the_base_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["eagle3_llama3", "hydra_pp_vicuna_7b", "dspark_qwen3_8b"])
 def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str) -> None:
-    """One document fills the row; masks of all pairs of tokens would add what ``mode=estimate`` says."""
+    """One document fills the row; no mask of all pairs of tokens is made."""
     lengths, plans = (2048, 4096, 8192), []
     for length in lengths:
         changes = {"seq_len": length, "micro_batch_size": 1, "store_hidden_states": False}
@@ -196,8 +196,6 @@ def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str
     (phase,) = plans[0].phases
     short, middle, long = (plan.steps()[phase].loss for plan in plans)
     assert long - middle < 2.3 * (middle - short)
-    dense = 8192**2 * (2 + 4 * (1 + plans[0].head.attends))
-    assert plans[-1].dense_masks(phase) == dense
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:

@@ -144,8 +144,7 @@ class AnswerGenerator:
                 raise UserError(f"{path} holds no list of prompts; restore the file, or remove {self.folder}")
         elif self.group.rank:
             raise UserError(
-                f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
-                "file system that the nodes share"
+                f"process {self.group.rank} does not see {path}; put data.folder on a file system that the nodes share"
             )
         else:
             conversations = self._new_conversations()
@@ -159,10 +158,7 @@ class AnswerGenerator:
         if recorded and ("server" in recorded) != serves:
             before = "the built-in decoding" if serves else "a server"
             remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
-            raise UserError(
-                f"{self.folder} was started with {before}, which this run would not use; {remedy}, or choose another "
-                "data.folder"
-            )
+            raise UserError(f"{self.folder} was started with {before}; {remedy}, or choose another data.folder")
         manifest = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 

@@ -126,8 +126,7 @@ def self_prompted_prompts(
     while len(turns) < wanted:
         if attempt > 20 * wanted + 200:
             raise UserError(
-                f"only {len(turns)} of the {attempt} prompts that the base wrote are complete, different and not too "
-                "short; set data.answers.self_prompted=0 and name prompt sources"
+                f"only {len(turns)} of the {attempt} prompts that the base wrote are complete; name prompt sources"
             )
         batch = max(batch_size, int((wanted - len(turns)) / EXPECTED_YIELD))
         sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(MAX_TURN_TOKENS, max_tokens), seed=seed)

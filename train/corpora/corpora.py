@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.data.answers.store import ANSWERS, REMEDY, AnswerStore, ProcessGroup
+from drafthead.data.answers.store import ANSWERS, AnswerStore, ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.near_duplicates import NearDuplicates
 from drafthead.data.states.source import AnswerStates, StatesSource
@@ -126,14 +126,6 @@ class Corpora:
             folder=folder,
             workers=config.workers,
         )
-
-    def check_base(self) -> None:
-        folder = self.folder / ANSWERS
-        if self.config.uses_answers and (folder / local.MANIFEST_NAME).exists():
-            manifest = local.read_manifest(folder)
-            if isinstance(saved := manifest.get("base"), dict):
-                base = {**saved, "fingerprint": self.base.fingerprint}
-                local.check_manifest(folder, {**manifest, "base": base}, REMEDY)
 
     def answers(self) -> AnswerStore:
         """Return the complete corpus of answers: the transcripts, the base's own answers, or both evenly mixed."""

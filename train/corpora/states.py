@@ -48,8 +48,7 @@ class ComputedStates:
         self.group.wait()
         if left := self.stored.missing(documents):
             raise UserError(
-                f"{len(left)} documents have no hidden states in {self.stored.folder}; all processes must see the same "
-                "data.folder: put it on a file system that the nodes share"
+                f"{len(left)} documents have no states in {self.stored.folder}; data.folder must be shared by all nodes"
             )
 
     def _fill(self, passes: list[list[int]], missing: set[int]) -> None:

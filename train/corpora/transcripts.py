@@ -68,9 +68,7 @@ def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest
         store.append_shard(answers)
         found = findings.lines()
         if not store.done:
-            raise UserError(
-                f"data.transcripts holds no assistant turn to train on ({'; '.join(found)}); repair the rows"
-            )
+            raise UserError(f"data.transcripts has no assistant turn to train on ({'; '.join(found)}); repair it")
         chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
         measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
         write_json(folder / AGREEMENT, {**asdict(measured), "findings": found})

@@ -103,8 +103,7 @@ def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
         optimizers.append(AdamW(_torch_groups(adamw_groups, config), lr=config.lr, betas=betas, foreach=foreach))
     if not optimizers:
         raise UserError(
-            "the head has no trainable parameter; unfreeze a part of it with the settings head.*, or register a new "
-            "head's layers as attributes or in an nn.ModuleList"
+            "the head has no trainable parameter; unfreeze a part (head.*), or register layers as attributes"
         )
     return optimizers
 

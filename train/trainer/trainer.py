@@ -147,9 +147,7 @@ class Trainer:
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
-                f"the rows of phase {name} differ between processes ({', '.join(digests)}): per_node_data=true "
-                "made different corpora. Copy data.folder from one node to the others, or share one folder "
-                "with per_node_data=false"
+                f"the rows of phase {name} differ between nodes; copy data.folder, or set per_node_data=false"
             )
 
     def _step(
@@ -200,9 +198,7 @@ class Trainer:
         seconds, state = perf_counter() - started, self.state
         if not int(result.total.tokens):
             raise UserError(
-                f"phase {name}, step {state.step}: the last {steps} steps had no token to train on. A target is at "
-                "least two tokens after its anchor, and no document is long enough; use longer texts or answers, or "
-                f"raise the rows of a step (phases.{name}.rows_per_step or micro_batch_size)"
+                f"phase {name}, step {state.step}: no token to train on, because documents are short; use longer ones"
             )
         values: dict[str, Any] = {
             "lr": lr,
@@ -294,8 +290,7 @@ class Trainer:
         odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
         if odd is not None:
             raise UserError(
-                f"process 0 resumes from {names[0]}, but process {odd} from {names[odd]}: {self.checkpoints} must be "
-                "one folder that all processes see; put out=... on a shared file system"
+                f"process 0 resumes from {names[0]}, {odd} from {names[odd]}; put out=... on a shared file system"
             )
         if newest is None:
             return None
@@ -309,8 +304,7 @@ class Trainer:
             ) from None
         if state.phase > len(self.run.phases):
             raise UserError(
-                f"{newest.path} is of a run with more phases than the {len(self.run.phases)} of this recipe; start "
-                "over with resume=false"
+                f"{newest.path} is of a run with more than {len(self.run.phases)} phases; start over with resume=false"
             )
         self._trained_on, saved_count = newest.manifests, len(newest.rng)
         checkpoint.load_weights(self.head, newest)
@@ -332,8 +326,7 @@ class Trainer:
             if changed is not None:
                 key, saved_value, value = changed
                 raise UserError(
-                    f"the run in {self.folder} was trained on {name} with {key} = {saved_value}, but the corpus now "
-                    f"has {value}; restore that corpus, or start over with resume=false"
+                    f"{self.folder} was trained on {name} with {key} = {saved_value}, now {value}; restore that corpus"
                 )
 
     def _diverged(self, reason: str) -> UserError:

@@ -105,17 +105,18 @@ def test_no_pickle_is_written(tmp_path: Path) -> None:
     assert all(not zipfile.is_zipfile(p) and not p.read_bytes().startswith(b"\x80") for p in path.iterdir())
 
 
-def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
+def test_the_best_is_kept(tmp_path: Path) -> None:
     run = Run()
     for step, score in ((1, 1.2), (2, 1.5), (3, None), (4, 1.4), (5, 1.5), (6, 1.1)):
         run.save(tmp_path, step, keep=1, score=score)
         if step == 4:
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000002", "step-0000004"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000005", "step-0000006"]
-    assert (tmp_path / "best").resolve().name == "step-0000005", "the later one of equals"
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000002", "step-0000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000005", "step-0000006"]
     best, latest = load_best(tmp_path), load_latest(tmp_path)
     assert best is not None and latest is not None
-    assert (best.state["score"], best.path.name, latest.path.name) == (1.5, "step-0000005", "step-0000006")
+    assert (best.state["score"], best.path.name, latest.path.name) == (1.5, "step-0000005", "step-0000006"), (
+        "the later one of equals"
+    )
 
 
 @pytest.mark.usefixtures("full_disk")
