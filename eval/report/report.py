@@ -15,8 +15,6 @@ from drafthead.eval.report.plots import draw_figures, save_png
 from drafthead.files.local import write_atomic
 from drafthead.system.machine import other_processes_line
 
-REMARK_COLUMNS = ("95 %", "decode tok/s")  # printed small below the previous cell, so that a row fits a phone
-
 
 def write_report(
     folder: Path,
@@ -51,8 +49,8 @@ def write_report(
         warning=tables.warning(evaluation),
         autoregressive=tables.BASELINE_NAMES[autoregressive],
         speeds=speeds_line(overall),
-        by_task=_page_table(by_task),
-        by_method=[_page_table(table) for table in by_method],
+        by_task=by_task,
+        by_method=by_method,
         definitions=tables.DEFINITIONS,
         method_definitions=tables.METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
@@ -109,23 +107,3 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
         *(tables.sentence(line)[:-1] for line in tables.failures(evaluation)),
         *lines_of["near_ties"],
     ]
-
-
-def _page_table(table: tables.ResultTable) -> dict[str, Any]:
-    """Return title, columns and rows for the page's template; a cell is (text, remarks to print small below it)."""
-    rows = []
-    for row in table.rows:
-        cells: list[tuple[str, list[str]]] = []
-        for column, cell in zip(table.columns, row, strict=True):
-            text, _, remark = cell.partition(" (")
-            if column not in REMARK_COLUMNS:
-                cells.append((text, [remark.rstrip(")")] if remark else []))
-            elif text != "–":
-                cells[-1][1].append(text)
-        rows.append(cells)
-    return {
-        "title": table.title,
-        "columns": [column for column in table.columns if column not in REMARK_COLUMNS],
-        "rows": rows,
-        "has_total": table.has_total,
-    }
