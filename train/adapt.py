@@ -26,7 +26,7 @@ from drafthead.errors import UserError
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
-from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
+from drafthead.models.decoding.loop import GREEDY, decode, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult
@@ -208,15 +208,9 @@ class OnlineLearner:
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
         """Answer the prompt ``ids`` exactly, and learn from the answer; return it and its training example."""
+        base, tree = self.head.base_model, draft_config or default_draft_config(self.head)
         result = decode(
-            self.head.base_model,
-            self.recorder,
-            ids,
-            max_new_tokens=max_new_tokens,
-            draft_config=draft_config or default_draft_config(self.head),
-            sampler=sampler,
-            rule=EXACT,
-            seed=seed,
+            base, self.recorder, ids, max_new_tokens=max_new_tokens, draft_config=tree, sampler=sampler, seed=seed
         )
         self.decode_s += result.total_s
         lesson = self.recorder.example([*ids, *result.tokens])
@@ -236,7 +230,7 @@ class OnlineLearner:
         """Train the head on the buffered answers that have trained positions, and empty the buffer."""
         started = perf_counter()
         with torch.inference_mode(False), torch.enable_grad():
-            positions = self.config.positions
+            positions, optim, loss = self.config.positions, self.config.optim, OBJECTIVES[self.config.objective]
             lessons = [each for each in self.buffer if positions == "all" or each.rejected]
             rows = [
                 (each.batch(self.head.depth, positions).to(self.head.base.device), each.hidden.map(torch.clone))
@@ -244,14 +238,7 @@ class OnlineLearner:
             ]
             self.head.train()  # drops the copies that it drafts with
             for _ in range(self.config.steps if rows else 0):
-                train_step(
-                    self.head,
-                    self.optimizers,
-                    rows,
-                    OBJECTIVES[self.config.objective],
-                    lr=self.config.optim.lr,
-                    clip_norm=self.config.optim.clip_norm,
-                )
+                train_step(self.head, self.optimizers, rows, loss, lr=optim.lr, clip_norm=optim.clip_norm)
             self.head.eval()
         self.updates += 1
         self.buffer.clear()

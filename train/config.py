@@ -273,7 +273,9 @@ def _check_base_training(run: RunConfig) -> None:
             raise UserError("quality_limits need a phase that trains the base; set phases.*.train_base or drop them")
         return
     if not head.trains_base:
-        raise UserError(f"phases.{tuning[0]}.train_base: {type(head).__name__} cannot train its base; use head=medusa2")
+        raise UserError(
+            f"phases.{tuning[0]}.train_base needs head=medusa2; {type(head).__name__} cannot train its base"
+        )
     if tuning != names[-len(tuning) :]:
         raise UserError(f"phases.{names[-1]} follows phases.{tuning[0]}, which changes the base; put train_base last")
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
@@ -289,7 +291,7 @@ def _check_stream(run: RunConfig) -> None:
     if not run.data.text.stream:
         return
     if run.trains_base:
-        raise UserError("data.text.stream keeps no text to measure a trained base on; leave stream out")
+        raise UserError("data.text.stream keeps no text on which to check quality_limits; leave stream out")
     for name, phase in run.phases.items():
         for key in ("max_tokens", "store_hidden_states"):
             if phase.corpus == "text" and getattr(phase, key):

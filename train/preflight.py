@@ -29,7 +29,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         rows = phase.rows(processes)
         if (least := phase.micro_batches(processes, rows) * processes) > rows:
             raise UserError(
-                f"phases.{name}.rows_per_step={rows} does not fit {processes} processes; take a multiple, such as {least}"
+                f"phases.{name}.rows_per_step={rows} does not fit {processes} processes; take more, such as {least}"
             )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
@@ -80,7 +80,7 @@ def _require_held_out(run: RunConfig) -> None:
         count += min(answers.prompts, available) + answers.self_prompted
         remedy = "name more data.prompts" if data.prompts else "raise data.answers.prompts, or name more sources"
     if count < HELD_OUT_EVERY and "train" in run.stages:
-        raise UserError(f"{count} conversations are too few to hold out one in {HELD_OUT_EVERY}; {remedy}")
+        raise UserError(f"{count} conversations are too few, at least {HELD_OUT_EVERY} are needed; {remedy}")
 
 
 def _most_entries(sources: Sequence[SourceConfig]) -> float:  # upper bound; inf if unknown

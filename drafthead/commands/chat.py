@@ -151,15 +151,11 @@ class Chat:
             limit = f"the base's context of {self.base.max_context}"
             self._note(f"the conversation has {len(ids)} tokens, which fill {limit}; /reset starts a new one")
             return
-        max_new_tokens = min(self.config.max_new_tokens, room)
+        most = min(self.config.max_new_tokens, room)
+        base, draft_config, seed = self.base, self.draft_config, self.config.seed + self.count
+        sampler = stock_sampler(base, ids, most, self.config.sampler)
         answer = stream(
-            self.base,
-            self.drafter,
-            ids,
-            max_new_tokens=max_new_tokens,
-            draft_config=self.draft_config,
-            sampler=stock_sampler(self.base, ids, max_new_tokens, self.config.sampler),
-            seed=self.config.seed + self.count,
+            base, self.drafter, ids, max_new_tokens=most, draft_config=draft_config, sampler=sampler, seed=seed
         )
         self.count += 1
         text, ending = Text(), ""

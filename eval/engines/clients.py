@@ -148,6 +148,14 @@ class EngineServer(ABC):
             return tokens
         return [*tokens, token if isinstance(token, int) and token in self.eos_ids else min(self.eos_ids)]
 
+    def _result(
+        self, tokens: list[int], counted: dict[str, float], prefix: str, prefill_s: float, total_s: float
+    ) -> DecodeResult:
+        """Return an answer with the steps and accepted drafts that the server's counters ``prefix``... counted."""
+        accepted = [counted.get(f"{prefix}accepted_tokens_per_pos[{n}]", 0) for n in range(self._drafts)]
+        steps = round(counted.get(f"{prefix}drafts", 0))
+        return engine_result(tokens, steps, [round(count) for count in accepted], prefill_s, total_s)
+
 
 class VllmServer(EngineServer):
     """Client of vLLM: ``/v1/completions`` with token ids, counters ``vllm:spec_decode_*``."""
@@ -179,14 +187,9 @@ class VllmServer(EngineServer):
             if counted.get("vllm:generation_tokens", 0) >= len(tokens) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        prefix = "vllm:spec_decode_num_"
-        return engine_result(
-            tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
-            steps=round(counted.get(f"{prefix}drafts", 0)),
-            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
-            prefill_s=min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
-            total_s=total_s,
-        )
+        tokens = self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason"))
+        prefill_s = min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s)
+        return self._result(tokens, counted, "vllm:spec_decode_num_", prefill_s, total_s)
 
 
 class LlamaCppServer(EngineServer):
@@ -207,14 +210,9 @@ class LlamaCppServer(EngineServer):
         if not response.get("tokens") and response.get("content"):
             raise EngineError("llama.cpp gave no token ids; use a newer version, which supports return_tokens")
         counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
-        prefix = "llamacpp:spec_decode_num_"
-        return engine_result(
-            tokens=self._complete(response["tokens"], response.get("stop_type") in ("eos", "word")),
-            steps=round(counted.get(f"{prefix}drafts", 0)),
-            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
-            prefill_s=response["timings"]["prompt_ms"] / 1e3,
-            total_s=total_s,
-        )
+        tokens = self._complete(response["tokens"], response.get("stop_type") in ("eos", "word"))
+        prefill_s = response["timings"]["prompt_ms"] / 1e3
+        return self._result(tokens, counted, "llamacpp:spec_decode_num_", prefill_s, total_s)
 
     @in_known_form
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
@@ -245,8 +243,3 @@ class SglangServer(EngineServer):
 
 
 SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaCppServer, "sglang": SglangServer}
-
-
-def _by_position(counters: dict[str, float], name: str, drafts: int) -> list[int]:
-    """Return the counter ``name`` at each of ``drafts`` draft positions; a position without a counter counts 0."""
-    return [round(counters.get(f"{name}[{position}]", 0)) for position in range(drafts)]

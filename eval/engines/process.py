@@ -26,13 +26,10 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
         try:
             # -P: with the runner's folder on the path, the engine would import our modules by its own names.
+            command, log = [python, "-P", str(RUNNER), *arguments], self._log
+            variables = {**os.environ, **environment}
             self._process = subprocess.Popen(
-                [python, "-P", str(RUNNER), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=self._log,
-                stderr=self._log,
-                env={**os.environ, **environment},
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True
             )
         except OSError as error:
             raise EngineError(f"{name} cannot be started with {python} ({error.strerror})") from None

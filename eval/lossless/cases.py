@@ -88,6 +88,8 @@ CHAIN_1, CHAIN_2, CHAIN_3 = (Part(tree=TokenTree.chain(k)) for k in (1, 2, 3))
 TREE_21, TREE_22, TREE_312 = (Part(tree=TokenTree.expansion(widths)) for widths in ([2, 1], [2, 2], [3, 1, 2]))
 UNBALANCED = Part(tree=TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]))
 CHAINS = (Shape("chain 1", 8, (CHAIN_1,)), Shape("chain 2", 8, (CHAIN_2,)), Shape("chain 3", 7, (CHAIN_3,)))
+STOPPING_312 = replace(TREE_312, shared=True, prefix_threshold=0.4)
+STOPPING_2 = replace(CHAIN_2, confidence_threshold=0.4)
 STOPPING = Shape("chain 3, stops by its prefix below 0.5", 6, (replace(CHAIN_3, prefix_threshold=0.5),))
 SHAPES = (
     *CHAINS,
@@ -102,11 +104,7 @@ SHAPES = (
     Shape("chain 3, stops below 0.4", 6, (replace(CHAIN_3, confidence_threshold=0.4),), (TOP_K,)),
     STOPPING,
     Shape("<2,2>, stops by its prefix below 0.6", 4, (replace(TREE_22, prefix_threshold=0.6),)),
-    Shape(
-        "<3,1,2>, a distribution per level, stops by its prefix below 0.4",
-        3,
-        (replace(TREE_312, shared=True, prefix_threshold=0.4),),
-    ),
+    Shape("<3,1,2>, a distribution per level, stops by its prefix below 0.4", 3, (STOPPING_312,)),
     Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (TOP_K,)),
     Shape("chain 1 + chain 1", 8, (CHAIN_1, CHAIN_1)),
     Shape("chain 2 + chain 2", 4, (CHAIN_2, CHAIN_2)),
@@ -118,13 +116,7 @@ SHAPES = (
     Shape("relay: chain 1, chain 2", 6, (CHAIN_1, CHAIN_2), relay=True),
     Shape("relay: chain 1, top-k chain 2", 6, (CHAIN_1, replace(CHAIN_2, top_k=True)), SAMPLED, relay=True),
     Shape("relay: top-k chain 1, chain 2", 6, (replace(CHAIN_1, top_k=True), CHAIN_2), SAMPLED, relay=True),
-    Shape(
-        "relay: chain 2 that stops below 0.4, chain 1",
-        6,
-        (replace(CHAIN_2, confidence_threshold=0.4), CHAIN_1),
-        (TOP_K,),
-        relay=True,
-    ),
+    Shape("relay: chain 2 that stops below 0.4, chain 1", 6, (STOPPING_2, CHAIN_1), (TOP_K,), relay=True),
 )
 
 
@@ -183,13 +175,8 @@ class Refusal:
 
 def _argmax_with_probs() -> Proposal:
     """Propose the likeliest token, but with softmax probabilities, as if it had been drawn from them."""
-    return Proposal(
-        tokens=torch.zeros(1, 2, dtype=torch.int64),
-        shape=TokenTree.chain(1).shape,
-        draft_sampling=TOP_K,
-        probs=torch.full((1, 1, 4), 0.25),
-        prob_index=torch.zeros(1, 2, 1, dtype=torch.int64),
-    )
+    zeros, probs = torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 1, 4), 0.25)
+    return Proposal(zeros, TokenTree.chain(1).shape, TOP_K, probs=probs, prob_index=zeros[..., None])
 
 
 def _two_kinds() -> Proposal:
@@ -262,23 +249,12 @@ def _by_search(proposal: Proposal) -> torch.Tensor:
 def counterexamples() -> tuple[Counterexample, ...]:
     """Return biased samplers whose bias ``certify`` must find. Otherwise its other results would prove nothing."""
     even, uneven = (0.5, 0.5), (0.7, 0.3)
+    dropped = _shortened(_table((0.9, 0.1), even, even), 1, _by_own_probability)
+    pruned = _shortened(_table(*[even] * 7), 2, _by_search)
+    search = "drafts pruned for a batch, by a search after sampling"
     return (
         # (0.55, 0.45) instead of (0.5, 0.5)
-        Counterexample(
-            "drops a draft by its own probability",
-            "chain 1",
-            _table(even, even, even),
-            _shortened(_table((0.9, 0.1), even, even), 1, _by_own_probability),
-            1,
-            0.05,
-        ),
+        Counterexample("drops a draft by its own probability", "chain 1", _table(even, even, even), dropped, 1, 0.05),
         # (0.85, 0.15) instead of (0.7, 0.3): DSpark, appendix A
-        Counterexample(
-            "drafts pruned for a batch, by a search after sampling",
-            "chain 2",
-            _table(uneven, *[even] * 6),
-            _shortened(_table(*[even] * 7), 2, _by_search),
-            2,
-            0.15,
-        ),
+        Counterexample(search, "chain 2", _table(uneven, *[even] * 6), pruned, 2, 0.15),
     )

@@ -38,14 +38,8 @@ def step_terms(rows: Rows) -> dict[str, float]:
     """Return means over the steps of one method, in seconds (keys that end in "_s") or counts; NaN without a step.
     "drafts" are drafted nodes, without the root. "outside_s" is all time outside the steps, such as the prefill,
     divided by the number of steps."""
-    names = {
-        "committed": "tokens",
-        "proposed": "drafts",
-        "depth": "depth",
-        "draft_s": "draft_s",
-        "verify_s": "verify_s",
-    }
-    terms = {name: float(steps(rows)[column].mean()) for column, name in names.items()}
+    columns = {"tokens": "committed", "drafts": "proposed"} | {name: name for name in ("depth", "draft_s", "verify_s")}
+    terms = {name: float(steps(rows)[column].mean()) for name, column in columns.items()}
     terms["loop_s"] = float(steps(rows).total_s.mean()) - terms["draft_s"] - terms["verify_s"]
     return terms | {"outside_s": ratio(rows.total_s[rows.step == 0].sum(), len(steps(rows)))}
 

@@ -28,12 +28,9 @@ def write_report(
         figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
     overall, (by_task, *by_method) = evaluation["overall"], tables.result_tables(evaluation)
     autoregressive, _ = fastest_autoregressive(overall)
+    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"interval": partial(tables.cell_text, "95 %"), "number": tables.number}
     environment.filters |= {"ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}

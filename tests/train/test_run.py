@@ -46,15 +46,13 @@ def finished(medusa_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(medusa_run, tmp_path / "finished", symlinks=True))
 
 
-def test_a_folder_of_other_settings_is_rejected(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
     with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
         train(finished, TRAINED, "phases.distill.optim.lr=0.005")
     with pytest.raises(UserError, match="sampler.temperature"):
         train(finished, TRAINED, "data.answers.sampler.temperature=0.5", "resume=false")
-    capsys.readouterr()
     with pytest.raises(UserError, match="another base or adapter .base.fingerprint .* choose another folder"):
         train(finished, TRAINED, "base.seed=1", "resume=false")
-    assert "all stages" not in capsys.readouterr().out
 
 
 def test_a_trained_folder_without_its_settings_is_rejected(finished: Path) -> None:
@@ -329,7 +327,7 @@ def test_rows_that_the_processes_cannot_share_are_refused(tmp_path: Path) -> Non
     run = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *uneven)[0]
     assert run.phases["distill"].batch_line(2, 5) == "5 rows per step (up to 2 per process x 2 x 2 accumulated)"
     preflight(run, 2)
-    with pytest.raises(UserError, match="phases.distill.rows_per_step=5 .* 8 processes .*, such as 8"):
+    with pytest.raises(UserError, match="phases.distill.rows_per_step=5 .* 8 processes.*, such as 8"):
         preflight(run, 8)
 
 

@@ -116,13 +116,7 @@ class AnswerGenerator:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
             started = AnswerStore(self.folder) if (self.folder / local.MANIFEST_NAME).exists() else None
             states = started.has_hidden_states if started is not None and started.done else self.store_states
-            return BuiltInBackend(
-                base,
-                config.sampler,
-                batch_size=config.batch_size,
-                keep_hidden_states=states,
-                max_prompt_tokens=config.max_prompt_tokens,
-            )
+            return BuiltInBackend(base, config.sampler, config.batch_size, states, config.max_prompt_tokens)
         from drafthead.data.answers.server import Completions, ServerBackend
 
         return ServerBackend(
@@ -249,14 +243,9 @@ class AnswerGenerator:
         if config.sources and config.prompts:
             prompts = load_prompts(config.sources, self.seed, config.prompts, findings)
         if config.self_prompted:
+            count, size, longest = config.self_prompted, config.batch_size, config.max_prompt_tokens
             written = self_prompted_prompts(
-                self.base,
-                self.backend.answer,
-                config.self_prompted,
-                self.seed,
-                config.batch_size,
-                self.display,
-                config.max_prompt_tokens,
+                self.base, self.backend.answer, count, self.seed, size, self.display, longest
             )
             # Both lists are spread evenly, so that any prefix has the same mixture: item i of n stands at i / n.
             lists = (prompts, [user_turn(text) for text in written])

@@ -55,15 +55,10 @@ class BuiltInBackend:
         missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
         unfinished = [block for block in missing if block]
         for number, block in list(enumerate(unfinished))[group.rank :: group.size]:
-            answers = []
-            for answer in generate_answers(
-                self.base,
-                block,
-                self.sampler,
-                batch_size=self.batch_size,
-                keep_hidden_states=self.keep_hidden_states,
-                max_prompt_tokens=min(self.max_prompt_tokens, max(len(ids) for _, ids in block)),
-            ):
+            answers, longest = [], min(self.max_prompt_tokens, max(len(ids) for _, ids in block))
+            limits = {"batch_size": self.batch_size, "max_prompt_tokens": longest}
+            states = self.keep_hidden_states
+            for answer in generate_answers(self.base, block, self.sampler, **limits, keep_hidden_states=states):
                 answers.append(answer)
                 on_done()
             yield number, sorted(answers, key=lambda a: a.prompt_number)

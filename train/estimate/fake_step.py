@@ -126,14 +126,8 @@ class StepMemory:
             if accumulates:
                 _make_gradients(head)
             memory.operations = 0
-            train_step(
-                head,
-                optimizers,
-                self._counted(micro_batches(head, phase), memory, held),
-                phase.loss,
-                lr=phase.optim.lr,
-                clip_norm=phase.optim.clip_norm,
-            )
+            batches, optim = self._counted(micro_batches(head, phase), memory, held), phase.optim
+            train_step(head, optimizers, batches, phase.loss, lr=optim.lr, clip_norm=optim.clip_norm)
             head.zero_grad(set_to_none=True)
         self.operations = memory.operations  # two per multiplication with its addition
         # Bytes at the peak of the step, with the optimiser's temporary tensors, without weights and moments.

@@ -198,7 +198,7 @@ class Trainer:
         seconds, state = perf_counter() - started, self.state
         if not int(result.total.tokens):
             raise UserError(
-                f"phase {name}, step {state.step}: no token to train on, because documents are short; use longer ones"
+                f"phase {name}, step {state.step}: short documents leave no token to train on; use longer ones"
             )
         values: dict[str, Any] = {
             "lr": lr,
@@ -272,15 +272,9 @@ class Trainer:
             raise self._diverged(f"{broken[0]} is not finite")
         if end_of_phase:
             state = replace(state, phase=state.phase + 1, step=0, losses=[])
+        step, manifests, keep = state.global_step, self.corpora.manifests, self.run.checkpoint.keep
         checkpoint.save_checkpoint(
-            self.checkpoints,
-            state.global_step,
-            asdict(state),
-            weights,
-            moments,
-            rng=rng,
-            manifests=self.corpora.manifests,
-            keep=self.run.checkpoint.keep,
+            self.checkpoints, step, asdict(state), weights, moments, rng=rng, manifests=manifests, keep=keep
         )
 
     def _restore(self) -> Checkpoint | None:

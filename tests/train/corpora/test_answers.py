@@ -118,7 +118,7 @@ def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp
 
 
 def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="process 1 does not see .*prompts.json, .*file system that the nodes share"):
+    with pytest.raises(UserError, match="process 1 does not see .*prompts.json; .*file system that the nodes share"):
         make(base, CONFIG, tmp_path / "of another node", ProcessGroup(1, 2))
     with pytest.raises(UserError, match=r"of the prompts have no answer in .*, 3 for one; all processes must see"):
         make(base, CONFIG, tmp_path / "of the first", ProcessGroup(0, 2))
@@ -154,7 +154,7 @@ def test_a_server_answers_as_we_do(base: BaseModel, completions_server: Callable
     assert '"answers": "ids"' in manifest and server.url not in manifest
     server.close()
     assert rows_of(make(base, config, tmp_path / "server")) == expected, "a finished corpus needs no server"
-    with pytest.raises(UserError, match=r"was started with a server, .* set data.answers.server.url"):
+    with pytest.raises(UserError, match=r"was started with a server; set data.answers.server.url"):
         make(base, replace(CONFIG, self_prompted=0), tmp_path / "server")
 
 
