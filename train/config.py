@@ -273,9 +273,7 @@ def _check_base_training(run: RunConfig) -> None:
             raise UserError("quality_limits need a phase that trains the base; set phases.*.train_base or drop them")
         return
     if not head.trains_base:
-        raise UserError(
-            f"phases.{tuning[0]}.train_base needs head=medusa2; {type(head).__name__} cannot train its base"
-        )
+        raise UserError(f"phases.{tuning[0]}.train_base needs head=medusa2; {type(head).__name__} keeps its base")
     if tuning != names[-len(tuning) :]:
         raise UserError(f"phases.{names[-1]} follows phases.{tuning[0]}, which changes the base; put train_base last")
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
