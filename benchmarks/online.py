@@ -34,7 +34,7 @@ from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accept
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy
-from drafthead.train.corpora.precomputed import FOLDERS
+from drafthead.train.corpora.answers import FOLDERS
 from drafthead.train.trainer.optim import OptimConfig
 
 TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)

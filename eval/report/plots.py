@@ -188,8 +188,9 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
     bars = axes.bar(depths, conditional, width=0.6, color=SOFT, label=label)
     axes.bar_label(bars, fmt="{:.0%}", padding=3, fontsize=10)
     axes.plot(depths, of_all, "o-", color=ACCENT, label="of all steps that drafted")
-    axes.set(xlabel="draft position", ylabel="steps that accept it", xticks=depths)
-    _percent_axis(axes)
+    ticks: dict[str, Any] = {"xticks": depths, "ylim": (0, 1.12), "yticks": [0, 0.25, 0.5, 0.75, 1]}
+    axes.set(xlabel="draft position", ylabel="steps that accept it", **ticks)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper left")
     return figure
@@ -277,11 +278,6 @@ def _label(
 ) -> None:
     """Write ``text`` next to ``point``, moved by ``shift`` (in typographic points; by default to the right)."""
     axes.annotate(text, point, shift, textcoords="offset points", fontsize=10, **(align or {"va": "center"}))
-
-
-def _percent_axis(axes: Axes) -> None:
-    axes.set(ylim=(0, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def _shades(count: int) -> list[Any]:

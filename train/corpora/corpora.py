@@ -27,9 +27,8 @@ from drafthead.files import local
 from drafthead.models.base.base_model import BaseModel
 from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
-from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator
+from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
-from drafthead.train.corpora.precomputed import copy_precomputed
 from drafthead.train.corpora.states import ComputedStates
 
 ALONE = ProcessGroup()

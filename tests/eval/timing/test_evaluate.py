@@ -14,8 +14,7 @@ from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.report.tables import console_lines
-from drafthead.eval.timing.methods import methods
-from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.timing.methods import methods, transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafthead.errors import UserError
-from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.timing.methods import transformers_generate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import capture_hidden_states
 from drafthead.models.decoding.drafter import DraftConfig

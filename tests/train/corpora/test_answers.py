@@ -21,11 +21,10 @@ from drafthead.errors import UserError
 from drafthead.files.local import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
+from drafthead.train.corpora.answers import FOLDERS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.built_in import self_prompted_prompts
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
-from drafthead.train.corpora.precomputed import FOLDERS, copy_precomputed
 from support import Said, TinyBase, composed
 
 CONFIG = AnswersConfig(
