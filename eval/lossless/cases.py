@@ -176,7 +176,9 @@ class Refusal:
 def _argmax_with_probs() -> Proposal:
     """Propose the likeliest token, but with softmax probabilities, as if it had been drawn from them."""
     zeros, probs = torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 1, 4), 0.25)
-    return Proposal(zeros, TokenTree.chain(1).shape, TOP_K, probs=probs, prob_index=zeros[..., None])
+    return Proposal(
+        tokens=zeros, shape=TokenTree.chain(1).shape, draft_sampling=TOP_K, probs=probs, prob_index=zeros[..., None]
+    )
 
 
 def _two_kinds() -> Proposal:
