@@ -119,8 +119,7 @@ class RunContext:
             self.corpora.base = BaseModel.load(self.run.base, device)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"the head is trained and its checkpoints are in {self.checkpoints}, but the whole base does not fit "
-                f"{device}, as the later stages need; run them on a larger device"
+                f"the head is trained, but the whole base does not fit {device}; run later stages on a larger device"
             ) from None
 
     @cached_property

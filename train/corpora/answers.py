@@ -231,8 +231,7 @@ class AnswerGenerator:
             for name in (PROMPTS, local.MANIFEST_NAME):  # without answers they must not bind the next try
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
-                f"no answers were generated: none of the prompts fits data.answers.max_prompt_tokens="
-                f"{self.config.max_prompt_tokens}; raise this limit or add sources"
+                f"no prompt fits data.answers.max_prompt_tokens={self.config.max_prompt_tokens}; raise it or add more"
             )
         missing = [number for number, _ in self.prompts.missing(store)]
         if missing:
@@ -316,8 +315,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, displ
     ]
     if not answers:
         raise UserError(
-            f"none of the first {count} prompts in {source} has an answer and at most "
-            f"data.answers.max_prompt_tokens={longest} tokens; raise max_prompt_tokens"
+            f"none of {count} prompts in {source} has an answer and at most {longest} tokens; raise max_prompt_tokens"
         )
     if made_by["sampler"]["temperature"] == 0:
         measured = agreement(base, answers[:COMPARED])
@@ -328,7 +326,6 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, displ
         )
         if measured.greedy < MIN_MATCH_RATE:
             raise UserError(
-                f"the base chooses only {share} of the tokens of the answers in {source}, expected at least "
-                f"{100 * MIN_MATCH_RATE:.0f} %: they were made with other weights or another dtype; {remedy}"
+                f"the base chooses only {share} of the tokens in {source}: other weights or another dtype; {remedy}"
             )
     store.append_shard(answers)
