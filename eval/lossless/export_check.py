@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.store import Answer
-from drafthead.eval.trees.simulate import (
-    AcceptProbsConfig,
-    forced_logits,
-    positions,
-    read_hidden_states,
-    text_accept_probs,
-)
+from drafthead.eval.trees import simulate
 from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
@@ -123,11 +117,12 @@ def training_estimate(head: str | Path) -> float | None:
 
 @torch.inference_mode()
 def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Answer], tree: TokenTree) -> DraftQuality:
-    probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
+    probs = simulate.text_accept_probs(base, head, texts, Sampler(temperature=0.0), simulate.AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
-    steps = islice(positions(head, [text], [read_hidden_states(base, head, text)], base.device), POSITIONS)
+    states = [simulate.read_hidden_states(base, head, text)]
+    steps = islice(simulate.positions(head, [text], states, base.device), POSITIONS)
     right = np.concatenate([answer[:, 0, 0] for answer in probs])
-    logits = [torch.cat(forced_logits(session, last, [text], t, head.depth)) for _, session, last, t in steps]
+    logits = [torch.cat(simulate.forced_logits(session, last, [text], t, head.depth)) for _, session, last, t in steps]
     return DraftQuality(
         logits=torch.stack(logits),
         mean_accepted_length=simulate_acceptance(probs, tree).mean_accepted_length,
