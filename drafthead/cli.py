@@ -15,7 +15,7 @@ COMMANDS = {  # module of each command, and its line in `drafthead --help`
     "chat": ("drafthead.commands.chat", "chat in the terminal, with accepted drafts in colour"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from its answers"),
-    "certify": ("drafthead.commands.certify", "check exhaustively that the acceptance rules keep small distributions"),
+    "certify": ("drafthead.commands.certify", "check exhaustively, on small tables, that acceptance rules are exact"),
     "doctor": ("drafthead.commands.doctor", "check this machine: versions, exactness, costs, recipes that fit"),
     "export": ("drafthead.commands.export", "write a head in a published format, and check the export's drafts"),
     "import": ("drafthead.commands.import_head", "turn a published head into a head folder, attached to its base"),
