@@ -284,7 +284,7 @@ class Trainer:
         odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
         if odd is not None:
             raise UserError(
-                f"process 0 resumes from {names[0]}, {odd} from {names[odd]}; put out=... on a shared file system"
+                f"process 0 resumes from {names[0]}, process {odd} from {names[odd]}; put out=... on a shared disk"
             )
         if newest is None:
             return None
