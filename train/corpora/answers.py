@@ -314,9 +314,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, displ
         if answer.prompt_number % TURN_STRIDE < count and answer.boundary <= longest
     ]
     if not answers:
-        raise UserError(
-            f"none of {count} prompts in {source} has an answer and at most {longest} tokens; raise max_prompt_tokens"
-        )
+        raise UserError(f"no answered prompt in {source} is within data.answers.max_prompt_tokens={longest}; raise it")
     if made_by["sampler"]["temperature"] == 0:
         measured = agreement(base, answers[:COMPARED])
         share = f"{100 * measured.greedy:.1f} %"
