@@ -24,7 +24,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.errors import UserError, one_line
-from drafthead.files import local
+from drafthead.files.local import (
+    disk_errors,
+    file_digest,
+    fsync,
+    read_checksummed_json,
+    require_space,
+    safe_join,
+    write_checksummed_json,
+)
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.devices import rng_states, set_rng_states
 
@@ -75,8 +83,8 @@ def save_checkpoint(
     by_rank = {f"rank.{rank}.{name}": t for rank, states in enumerate(rng) for name, t in states.items()}
     contents = {HEAD: dict(head), OPTIMIZER: dict(optimizer), RNG: by_rank}
     size = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
-    local.require_space(folder, size + 2**20, "a checkpoint")
-    with local.disk_errors("a checkpoint", folder):
+    require_space(folder, size + 2**20, "a checkpoint")
+    with disk_errors("a checkpoint", folder):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         tmp_path = folder / f".writing.{os.getpid()}"
@@ -84,11 +92,11 @@ def save_checkpoint(
             tmp_path.mkdir()
             for name, tensors in contents.items():
                 save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / name)
-                local.fsync(tmp_path / name)
-            files = {name: local.file_digest(tmp_path / name) for name in contents}
+                fsync(tmp_path / name)
+            files = {name: file_digest(tmp_path / name) for name in contents}
             record = {"format": FORMAT, "state": dict(state), "manifests": dict(manifests or {}), "files": files}
-            local.write_checksummed_json(tmp_path / STATE, record)
-            local.fsync(tmp_path)
+            write_checksummed_json(tmp_path / STATE, record)
+            fsync(tmp_path)
         except (OSError, SafetensorError):
             shutil.rmtree(tmp_path, ignore_errors=True)  # the unfinished files would keep the disk full
             raise
@@ -96,7 +104,7 @@ def save_checkpoint(
         if path.exists():  # a folder cannot be renamed onto another one
             path.rename(folder / f".replaced.{os.getpid()}")
         tmp_path.rename(path)
-        local.fsync(folder)
+        fsync(folder)
         _prune(folder, path, keep)
     return path
 
@@ -136,13 +144,13 @@ def load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
 
 def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
     try:
-        record = local.read_checksummed_json(local.safe_join(path, STATE))
+        record = read_checksummed_json(safe_join(path, STATE))
         if record["format"] not in READ_FORMATS:
             raise UserError(f"{STATE} has format {record['format']!r}, this version reads {READ_FORMATS}")
         if set(record["files"]) != {HEAD, OPTIMIZER, RNG}:
             raise UserError(f"{STATE} lists the files {sorted(record['files'])}, not {HEAD}, {OPTIMIZER}, {RNG}")
         for name, expected in record["files"].items():
-            if local.file_digest(local.safe_join(path, name)) != expected:
+            if file_digest(safe_join(path, name)) != expected:
                 raise UserError(f"{name} does not have the checksum that {STATE} records")
         head, optimizer, by_rank = (load_file(path / name) for name in (HEAD, OPTIMIZER, RNG))
         rng: list[dict[str, Tensor]] = [{} for name in by_rank if name.endswith(".torch")]
