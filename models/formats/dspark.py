@@ -16,7 +16,6 @@ attends to all others, so an engine that drafts fewer tokens computes different 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
-from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
 from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.parts.lm_heads import TiedMarkov
@@ -33,27 +32,15 @@ MARKOV = {"markov_in": "markov_head.markov_w1", "markov_out": "markov_head.marko
 W1, W2 = (f"{name}.weight" for name in MARKOV.values())
 CONFIDENCE = "confidence_head.proj"
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
-STOCK_CODE = 'generate(assistant_model=AutoModel.from_pretrained(FOLDER), speculation_type="dflash")'
 MASK_FILE = "mask_embedding.pt"
 CAUSAL = ("is_causal", "causal", "causal_head")
 """Config keys that mean the same: draft positions attend to earlier ones only. Engines and JetSpec differ."""
-
-
-def sglang(algorithm: str, size: str) -> Engine:
-    serve = f"python -m sglang.launch_server --model-path {{base}} --speculative-algorithm {algorithm} "
-    serve += f"--speculative-draft-model-path {{folder}} --speculative-{algorithm.lower()}-block-size {size}"
-    serve += " --dtype {dtype}"
-    return Engine(
-        "SGLang", f"0.5.23 loads it as {algorithm}, on a GPU (its source; not run)", current=True, serve=serve
-    )
 
 
 class BlockFormat(Format):
     """Base class of the layouts of DSpark (with a Markov head) and DFlash (without)."""
 
     head_config = DSparkConfig
-    engines: ClassVar[tuple[Engine, ...]]
     architecture: ClassVar[str]
     renames = {rf"^{ours}\.": f"{theirs}." for ours, theirs in {**MARKOV, "confidence": CONFIDENCE}.items()}
     ignored_tensors = frozenset({SHARED, OUTPUT, "t2d"})  # t2d is for training; engines read d2t
@@ -126,7 +113,7 @@ class BlockFormat(Format):
         what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
         limited = Engine("llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file")
         leaves_out = reduced or layer_config(head.base)["rope_scaling"]
-        return tuple(limited if leaves_out and engine is LLAMACPP else engine for engine in self.engines)
+        return tuple(limited if leaves_out and engine.name == "llama.cpp" else engine for engine in self.engines)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
@@ -199,11 +186,6 @@ class DSparkFormat(BlockFormat):
     name = "dspark"
     title = "DSpark (Qwen3DSparkModel)"
     architecture = "Qwen3DSparkModel"
-    engines: ClassVar[tuple[Engine, ...]] = (
-        replace(vllm("dspark"), support="0.32.0 loads it in its runner for GPUs (its source; not run)"),
-        sglang("DSPARK", "{drafts}"),
-        LLAMACPP,
-    )
     other_keys = BlockFormat.other_keys | {*("markov_rank", "enable_confidence_head", "confidence_head_with_markov")}
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **BlockFormat.only,
@@ -234,7 +216,6 @@ class DFlashFormat(BlockFormat):
     name = "dflash"
     title = "DFlash (DFlashDraftModel)"
     architecture = "DFlashDraftModel"
-    engines: ClassVar[tuple[Engine, ...]] = (vllm("dflash"), sglang("DFLASH", "{nodes}"), LLAMACPP)
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
@@ -247,7 +228,6 @@ class TransformersFormat(DFlashFormat):
     name = "transformers"
     title = "DFlash (assistant_model of transformers)"
     architecture = "MuseGlimmerAssistantModel"
-    engines = (Engine("transformers", f"5.23.0 drafts with it, one prompt at a time: {STOCK_CODE}", current=True),)
     renames = {**DFlashFormat.renames, r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
     vocabulary_advice = "head.draft_vocab_size=null"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
-from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
 from drafthead.models.formats.llama_layer import (
     LAYER_KEYS,
     LAYER_ONLY,
@@ -37,25 +37,6 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 OWN_THETA = "own_rope_theta"
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-SGLANG = Engine(
-    "SGLang",
-    "loads it as EAGLE3; norm_output and fc_norm in versions of 2026 (its source; not run)",
-    current=True,
-    serve="python -m sglang.launch_server --model-path {base} --dtype {dtype} --speculative-algorithm EAGLE3 "
-    "--speculative-draft-model-path {folder} --speculative-num-steps {drafts} --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens {nodes}",
-    ignores={
-        "norm_before_fc": "input_norm.weight is skipped",
-        "norm_before_residual": "the residual is the state before the norm",
-    },
-)
-LLAMACPP_CONVERTER = Engine(
-    "llama.cpp",
-    "its converter reads the folder (build 11434, run 22 November 2026); to=gguf writes the same tensors directly",
-    current=True,
-    serve="python convert_hf_to_gguf.py {folder} --target-model-dir {base} --outfile head.gguf",
-    ignores={"norm_output": "it feeds back the state before the norm", "fc_norm": "the states are not normed"},
-)
 
 
 class Eagle3Format(Format):
@@ -64,13 +45,6 @@ class Eagle3Format(Format):
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
     head_config = Eagle3Config
-    engines: ClassVar[tuple[Engine, ...]] = (
-        vllm("eagle3"),
-        SGLANG,
-        LLAMACPP_CONVERTER,
-        Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),
-        Engine("TGI", "no"),
-    )
     aliases = {r"^model\.": "", r"layers\.0\.": "midlayer."}
     optional = {
         "norm_output": "norm_output",
@@ -130,8 +104,8 @@ class Eagle3Format(Format):
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
         three = Engine("llama.cpp", "no: it reads exactly 3 layers")
-        other = LLAMACPP_CONVERTER if len(head.spec.layers) != 3 else None
-        return tuple(three if engine is other else engine.of(head.config) for engine in self.engines)
+        refused = "llama.cpp" if len(head.spec.layers) != 3 else None
+        return tuple(three if e.current and e.name == refused else e.of(head.config) for e in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         kinds = set(config.get("architectures") or [])

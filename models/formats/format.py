@@ -12,10 +12,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
@@ -67,6 +69,10 @@ class Engine:
     # Settings of a head that the engine ignores without an error -> the consequence.
     ignores: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def listed(cls, name: str, entry: Any) -> "Engine":  # an entry of ``engines.yaml``
+        return cls(name, entry) if isinstance(entry, str) else cls(name, current=True, **entry)
+
     def of(self, config: DraftHeadConfig) -> "Engine":
         """Return this engine; if it silently ignores a setting of ``config``, one whose ``support`` warns of that."""
         for key, effect in self.ignores.items():
@@ -93,12 +99,10 @@ class Engine:
         return line
 
 
-def vllm(method: str) -> Engine:
-    """Return the entry of vLLM; ``method`` is its name for the type of head."""
-    serve = "vllm serve {base} --dtype {dtype} --speculative-config "
-    serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
-    support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
-    return Engine("vLLM", support, current=True, serve=serve)
+@cache
+def _engines() -> dict[str, dict[str, Any]]:
+    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8"))
+    return content
 
 
 def dtype_name(base: BaseParts) -> str:
@@ -137,7 +141,6 @@ class Format:
     weights_file: ClassVar[str] = "model.safetensors"
     base_file: ClassVar[str] = ""  # can hold the base next to the head; empty if the format has none
     head_config: ClassVar[type[DraftHeadConfig]]
-    engines: ClassVar[tuple[Engine, ...]]
 
     # Tables of tensors and keys --------------------------------------------------------------------------------------
 
@@ -253,6 +256,11 @@ class Format:
     def fitted(self, head: Any) -> Any:
         """Return ``head``, or a variant that the format can hold, such as one over the full vocabulary."""
         return head
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Engines that load the format, or might be expected to; from ``engines.yaml``."""
+        return tuple(Engine.listed(name, entry) for name, entry in _engines()[self.name].items())
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         return tuple(engine.of(head.config) for engine in self.engines)

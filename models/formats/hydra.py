@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
+from drafthead.models.formats.format import Fixed, Format, Unsupported
 from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -35,11 +35,6 @@ class HydraFormat(Format):
     title = "Hydra and Hydra++"
     weights_file = "hydra_lm_head.safetensors"
     head_config = HydraConfig
-    engines = (
-        Engine("the authors' code", "its loader reads hydra_lm_head.pt: save these tensors there with torch.save"),
-        Engine("vLLM", "never"),
-        Engine("SGLang", "never"),
-    )
     required = {"hydra_num_heads": "num_draft_tokens", "hydra_num_layers": "num_layers"}
     optional = {"dropout_rate": "dropout"}
     sizes = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import Engine, Format
+from drafthead.models.formats.format import Format
 from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
@@ -19,12 +19,6 @@ class KangarooFormat(Format):
     name = "kangaroo"
     title = "Kangaroo adapter"
     head_config = KangarooConfig
-    engines = (
-        Engine("the authors' code", "its loader reads pytorch_model.bin: save these tensors there with torch.save"),
-        Engine("vLLM", "never"),
-        Engine("SGLang", "never"),
-        Engine("TGI", "never"),
-    )
     required = {"exit_layer": "exit_layer"}
     optional = {"num_tokens": "num_draft_tokens", "threshold": "confidence_threshold"}
     other_keys = LAYER_KEYS

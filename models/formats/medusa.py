@@ -17,16 +17,11 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import BASE_NAME, Engine, Fixed, Format, Unsupported, vllm
+from drafthead.models.formats.format import BASE_NAME, Fixed, Format, Unsupported
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 FULL_MODEL = "medusa_head."  # prefix of the heads' tensors in a Medusa-2 model that was saved as a whole
-_SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
-FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
-NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
-SERVED = vllm("medusa")
-NO_SGLANG = Engine("SGLang", "never")
 
 
 class MedusaFormat(Format):
@@ -36,12 +31,6 @@ class MedusaFormat(Format):
     title = "Medusa (FasterDecoding)"
     weights_file = "medusa_lm_head.safetensors"
     head_config = MedusaConfig
-    engines: ClassVar[tuple[Engine, ...]] = (
-        FASTER_DECODING,
-        Engine("TGI", "in maintenance; loads the stricter to=tgi_medusa"),
-        NO_VLLM,
-        NO_SGLANG,
-    )
     required = {"medusa_num_heads": "num_draft_tokens", "medusa_num_layers": "num_layers"}
     harmless = frozenset({"version", "hidden_size", "vocab_size", "max_paths", "topk", "max_seq_len"})
     sizes: ClassVar[Mapping[str, str]] = {}
@@ -111,14 +100,6 @@ class TgiMedusaFormat(MedusaFormat):
 
     name = "tgi_medusa"
     title = "Medusa (TGI)"
-    engines = (
-        Engine(
-            "TGI", "loads both variants; in maintenance mode; no speculation beyond 128 rows at a time", current=True
-        ),
-        FASTER_DECODING,
-        NO_VLLM,
-        NO_SGLANG,
-    )
     other_keys = frozenset({"architectures"})
 
     def unsupported(self, head: MedusaHead) -> Unsupported:
@@ -145,11 +126,6 @@ class VllmMedusaFormat(MedusaFormat):
     name = "vllm_medusa"
     title = "Medusa (vLLM)"
     weights_file = Format.weights_file
-    engines = (
-        replace(SERVED, support=f"up to {SERVED.support}; 0.33.0 has no Medusa, as reported"),
-        NO_SGLANG,
-        Engine("TGI", "no, it reads to=tgi_medusa"),
-    )
     required = {"num_heads": "num_draft_tokens", "num_hidden_layers": "num_layers"}
     sizes = Format.sizes
     block_name, output_name = "blocks.{k}.layers.{j}", "lm_heads.{k}.weight"

@@ -31,18 +31,6 @@ class MLPSpeculatorFormat(Format):
     name = "mlp_speculator"
     title = "MLPSpeculator (IBM)"
     head_config = MLPSpeculatorConfig
-    engines = (
-        Engine(
-            "vLLM",
-            "up to 0.9 or 0.10, whose V0 engine ran it; a port to V1 was closed (#20655), and 0.33.0 has removed it",
-        ),
-        Engine(
-            "TGI",
-            "the tied variant, with --speculate equal to n_predict; untied ones fail there; in maintenance mode",
-            current=True,
-        ),
-        Engine("SGLang", "never"),
-    )
     renames = {r"^cells\.": PREFIX, r"^projections\.weights\.(\d+)$": rf"{PREFIX}head.\1.weight"}
     aliases = {r"^(?!speculator\.)": PREFIX}
     required = {"n_predict": "num_draft_tokens", "inner_dim": "inner_dim"}

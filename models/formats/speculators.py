@@ -13,7 +13,7 @@ import torch
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.format import BASE_NAME, Engine
+from drafthead.models.formats.format import BASE_NAME
 from drafthead.models.heads.eagle3 import Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -27,16 +27,6 @@ class SpeculatorsFormat(Eagle3Format):
 
     name = "speculators"
     title = "EAGLE-3 (speculators, for vLLM)"
-    engines = (
-        Engine(
-            "vLLM",
-            "0.32.0 serves the folder by itself, with the base that it names (run on a CPU, 22 November 2026)",
-            current=True,
-            serve="vllm serve {folder} --dtype {dtype}",
-        ),
-        Engine("SGLang", "no, it reads to=eagle3"),
-        Engine("llama.cpp", "no, it reads to=gguf"),
-    )
     other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS}
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Eagle3Format.only, "model_type": ("llama", "qwen3")}
     sections: ClassVar[Mapping[str, str]] = {LAYER: ".*", **Eagle3Format.sections}

@@ -12,7 +12,6 @@ n is the number of base layers that the head reads, r the Markov head's rank, an
 number outputs. The file contains the base's tokenizer, which defines the mask token.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +19,12 @@ from torch import Tensor
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.dspark import CONFIDENCE, W1, W2, BlockFormat, DSparkFormat, unsupported_markov
-from drafthead.models.formats.format import Engine, Unsupported
-from drafthead.models.formats.gguf.eagle3_gguf import LLAMACPP
+from drafthead.models.formats.format import Unsupported
 from drafthead.models.formats.gguf.gguf_files import GgufFile, GgufLayout, add_tokenizer, rope_factors, split_name
 from drafthead.models.formats.llama_layer import layer_config
 from drafthead.models.heads.dspark import DSparkHead
 
 MASK = "tokenizer.ggml.mask_token_id"
-SERVE = "llama-server -m {base_file} -md {folder}/head.gguf --spec-draft-n-max {drafts}"
 
 
 class DSparkGgufFormat(GgufLayout, BlockFormat):
@@ -35,7 +32,6 @@ class DSparkGgufFormat(GgufLayout, BlockFormat):
 
     name = "gguf_dspark"
     title = "DSpark or DFlash (GGUF for llama.cpp)"
-    engines = (replace(LLAMACPP, serve=SERVE), Engine("vLLM", "no, it reads to=dspark and to=dflash"))
     outer = {
         "fc.weight": "fc.weight",
         "hidden_norm.weight": "enc.output_norm.weight",

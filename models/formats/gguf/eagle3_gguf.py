@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
-from drafthead.models.formats.format import Engine, Fixed, Unsupported
+from drafthead.models.formats.format import Fixed, Unsupported
 from drafthead.models.formats.gguf.gguf_files import GgufLayout
 from drafthead.models.heads.eagle3 import Eagle3Head
 
@@ -25,12 +25,6 @@ KEYS = {
 }  # keys of a GGUF file -> keys of ``config.json``
 OWN_KEYS = {"drafthead.num_draft_tokens": "num_tokens", "drafthead.ttt_steps": "ttt_steps"}
 """Keys that only drafthead reads -> keys of ``config.json``. A file may lack them."""
-LLAMACPP = Engine(
-    "llama.cpp",
-    "build 11549 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
-    current=True,
-    serve="llama-server -m {base_file} -md {folder}/head.gguf --spec-type draft-eagle3 --spec-draft-n-max {drafts}",
-)
 
 
 class GgufFormat(GgufLayout, Eagle3Format):
@@ -38,7 +32,6 @@ class GgufFormat(GgufLayout, Eagle3Format):
 
     name = "gguf"
     title = "EAGLE-3 (GGUF for llama.cpp)"
-    engines = (LLAMACPP, Engine("vLLM", "no, it reads to=eagle3"), Engine("SGLang", "no, it reads to=eagle3"))
 
     outer = {
         "fc.weight": "fc.weight",

@@ -182,6 +182,7 @@ class GgufLayout(Format):
     needed: ClassVar[frozenset[str]]  # keys that a file must have, with those of ``SIZES``
     accepted: ClassVar[frozenset[str]] = frozenset()  # further keys that an import reads; others are noted
     harmless: ClassVar[frozenset[str]] = frozenset({SCALED})
+    engines_for = Format.engines_for  # the other class's llama.cpp is the converter
 
     @abstractmethod
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
