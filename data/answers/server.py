@@ -79,10 +79,8 @@ class Completions:
             raise BadAnswerError("an empty answer")
         answer, finished = self._with_eos(answer, reason == "stop", choice, number)
         if not finished and len(answer) < self.sampler.max_new_tokens and not as_text:
-            raise UserError(
-                f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)} of "
-                f"{self.sampler.max_new_tokens} tokens; give the server a longer context"
-            )
+            what = f"the server cut the answer to prompt {number} ({len(ids)} tokens) after {len(answer)}"
+            raise UserError(f"{what} of {self.sampler.max_new_tokens} tokens; give the server a longer context")
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, prompt_ids: list[int], as_text: bool) -> list[int]:
@@ -119,9 +117,8 @@ class Completions:
         candidates = (stated, self.tokenizer.eos_token_id, *sorted(self.eos_ids))
         eos = next((token for token in candidates if token in self.eos_ids), None)
         if eos is None:
-            raise UserError(
-                f"the server ended answer {number}, but the base's generation_config.json has no eos_token_id; set it"
-            )
+            what = f"the server ended answer {number}"
+            raise UserError(f"{what}, but the base's generation_config.json has no eos_token_id; set it")
         return [*answer, eos], True
 
 
@@ -241,10 +238,8 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
         raise UserError(f"{config.root} serves {names}; name the one that is {base!r} with data.answers.server.model")
     context = served[model]
     if isinstance(context, int) and context < longest:
-        raise UserError(
-            f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
-            f"{longest}; lower data.answers.max_prompt_tokens or sampler.max_new_tokens"
-        )
+        what = f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to"
+        raise UserError(f"{what} {longest}; lower data.answers.max_prompt_tokens or sampler.max_new_tokens")
     return model
 
 
@@ -279,10 +274,9 @@ class ServerBackend:
         model, _ = self._find_model()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
         if share < self.config.min_greedy_match_rate:
-            raise UserError(
-                f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
-                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more; serve the base itself"
-            )
+            what = f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root}"
+            expected = f"{100 * self.config.min_greedy_match_rate:.0f} % or more"
+            raise UserError(f"{what} answered, expected {expected}; serve the base itself")
 
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
@@ -318,10 +312,8 @@ class ServerBackend:
             )
             as_text = asyncio.run(self._gives_text(model))
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
-                raise UserError(
-                    f"the corpus was started with answers as {self._recorded['answers']}, and {self.config.root} now "
-                    "gives another form; choose another data.folder"
-                )
+                what = f"the corpus was started with answers as {self._recorded['answers']}"
+                raise UserError(f"{what}, and {self.config.root} now gives another form; choose another data.folder")
             self._model = model, as_text
         return self._model
 
@@ -349,9 +341,8 @@ class ServerBackend:
                 ids = getattr(_only_choice(completion), "prompt_token_ids", None)
                 length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
                 if check_prompts and isinstance(length, int) and length != len(prompt[1]):
-                    raise UserError(
-                        f"the server read {length} tokens of a prompt of {len(prompt[1])}; serve the base itself"
-                    )
+                    what = f"the server read {length} tokens of a prompt of {len(prompt[1])}"
+                    raise UserError(f"{what}; serve the base itself")
                 return completions.parse(completion, prompt, as_text)
 
             return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")

@@ -153,9 +153,8 @@ class AnswerStore:
         hidden_states = None
         if blocks:
             if len(blocks) < len(answers):
-                raise ValueError(
-                    f"{len(blocks)} of {len(answers)} answers have hidden states; give all of them or none"
-                )
+                what = f"{len(blocks)} of {len(answers)} answers have hidden states"
+                raise ValueError(f"{what}; give all of them or none")
             # [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN).
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
             hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])
@@ -212,9 +211,8 @@ class AnswerStore:
         for answer in (self.answer(number) for number in self._entries if not leave_out(number)):
             of_answer = np.bincount(answer, minlength=vocab_size)
             if len(of_answer) > vocab_size:
-                raise UserError(
-                    f"{self.folder} has token id {len(of_answer) - 1}, but the vocabulary has {vocab_size}; {REMEDY}"
-                )
+                what = f"{self.folder} has token id {len(of_answer) - 1}, but the vocabulary has {vocab_size}"
+                raise UserError(f"{what}; {REMEDY}")
             counts += of_answer
         return counts
 
@@ -239,17 +237,14 @@ class AnswerStore:
 
     def _add(self, shard: int, table: pa.Table) -> None:
         if _width(table) and not self._path(shard, "safetensors").exists():
-            raise UserError(
-                f"{self._path(shard, 'safetensors')} is missing; restore it, or remove the .parquet file of this name, "
-                "and its prompts are answered again"
-            )
+            what = f"{self._path(shard, 'safetensors')} is missing"
+            raise UserError(f"{what}; restore it, or remove the .parquet file of this name to answer its prompts again")
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
             if number in self._entries:
                 both = " and ".join(self._path(s, "parquet").name for s in (self._entries[number].shard, shard))
-                raise UserError(
-                    f"prompt {number} appears twice in {self.folder}, in {both}; remove one of the two files"
-                )
+                what = f"prompt {number} appears twice in {self.folder}, in {both}"
+                raise UserError(f"{what}; remove one of the two files")
             self._entries[number] = _Entry(shard, row, first)
             first += len(table["input_ids"][row])
         self._tables[shard] = table
@@ -286,9 +281,8 @@ def read_table(path: Path) -> pa.Table:
         if expected is not None and expected != _digest(table):
             raise pa.ArrowInvalid("its content does not have the stated checksum")
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error)}); remove the file, and its prompts are answered again"
-        ) from None
+        what = f"{path} cannot be read ({one_line(error)})"
+        raise UserError(f"{what}; remove the file, and its prompts are answered again") from None
     return table
 
 

@@ -77,17 +77,13 @@ class StoredStates:
         damaged document raises a ``UserError``. A damaged one counts as missing from then on."""
         for document in documents:
             if not self._marks[document]:
-                raise UserError(
-                    f"document {document} of {self.folder} has no hidden states yet; give the same command again to "
-                    "compute them"
-                )
+                what = f"document {document} of {self.folder} has no hidden states yet"
+                raise UserError(f"{what}; give the same command again to compute them")
             if not self._checked[document]:
                 if _checksum(self._stored[self._span(document)]) != self._marks[document]:
                     self._mark([document], [0])
-                    raise UserError(
-                        f"document {document} of {self.folder} does not match its checksum: the disk or a crash "
-                        "damaged it. Give the same command again to recompute it"
-                    )
+                    what = f"document {document} of {self.folder} does not match its checksum"
+                    raise UserError(f"{what}; give the same command again to recompute it")
                 self._checked[document] = True
         return [self._values[self._span(document)] for document in documents]
 
@@ -101,10 +97,9 @@ class StoredStates:
         overflow = torch.isinf(stored) & torch.isfinite(values)
         if bool(overflow.any()):
             largest = float(values[overflow].abs().max())
-            raise UserError(
-                f"a hidden state of {largest:.3g} does not fit {self._dtype_name} (largest "
-                f"{torch.finfo(self._dtype).max:.3g}); set base.dtype=bfloat16 to store hidden states in bfloat16"
-            )
+            what = f"a hidden state of {largest:.3g} does not fit {self._dtype_name}"
+            limit = f"largest {torch.finfo(self._dtype).max:.3g}"
+            raise UserError(f"{what} ({limit}); set base.dtype=bfloat16 to store hidden states in bfloat16")
         rounded: npt.NDArray[np.int16] = stored.cpu().contiguous().view(torch.int16).numpy()
         return rounded
 

@@ -41,9 +41,8 @@ class Documents:
             if documents.digest != index["digest"]:
                 raise ValueError("its checksum is another one")
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(
-                f"{path} is damaged ({one_line(error)}); remove {folder}, and its text is tokenised again"
-            ) from None
+            what = f"{path} is damaged ({one_line(error)})"
+            raise UserError(f"{what}; remove {folder}, and its text is tokenised again") from None
         return documents
 
     def save(self, folder: Path) -> None:

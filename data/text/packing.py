@@ -120,10 +120,8 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
     (a BOS) are kept, because the base expects them. With ``max_tokens``, stop after exactly this number of tokens,
     which may cut the last document."""
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token in its "
-            "tokenizer_config.json"
-        )
+        what = "the tokenizer has no end-of-sequence token, so documents cannot be closed"
+        raise UserError(f"{what}; set eos_token in its tokenizer_config.json")
     left = max_tokens
     texts = iter(texts)
     while batch := list(islice(texts, 128)):

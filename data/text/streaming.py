@@ -60,10 +60,8 @@ class SourceStream:
         text = next(self._texts, None)
         if text is None:
             if not self._taken:
-                raise UserError(
-                    f"source {self.source} has no text for shard {self.shard + 1} of {self.shards}; lower "
-                    "data.text.stream_shards, or leave data.text.stream out for such a small source"
-                )
+                what = f"source {self.source} has no text for shard {self.shard + 1} of {self.shards}"
+                raise UserError(f"{what}; lower data.text.stream_shards, or leave out data.text.stream")
             self.load({"epoch": self._epoch + 1, "taken": 0})
             text = next(self._texts)
         self._taken += 1
@@ -182,9 +180,8 @@ class _Shard:
                 except UserError:
                     raise
                 except (KeyError, TypeError, ValueError) as error:
-                    raise UserError(
-                        f"{self.path} holds a position of other sources ({one_line(error)}); remove the file"
-                    ) from None
+                    what = f"{self.path} holds a position of other sources ({one_line(error)})"
+                    raise UserError(f"{what}; remove the file") from None
                 self._next = start
             while self._next < number:
                 self._make()

@@ -44,16 +44,12 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
     folder = Path(name)
     for file_name in (CONFIG, WEIGHTS):
         if not safe_join(folder, file_name).is_file():
-            raise UserError(
-                f"no adapter in {folder} ({file_name} is missing); set base.adapter to a folder that peft saved, with "
-                "safe_serialization"
-            )
+            what = f"no adapter in {folder} ({file_name} is missing)"
+            raise UserError(f"{what}; set base.adapter to a folder that peft saved, with safe_serialization")
     config = read_json(folder / CONFIG)
     if unsupported := _unsupported(config):
-        raise UserError(
-            f"{folder / CONFIG} has {unsupported}, which is not supported. Merge the adapter into its base with peft's "
-            "merge_and_unload, save the model, and set base.name to its folder"
-        )
+        what = f"{folder / CONFIG} has {unsupported}, which is not supported"
+        raise UserError(f"{what}; merge it into its base with peft's merge_and_unload, save that, and set base.name")
     check_header(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:

@@ -106,9 +106,8 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         if self.random and not self.shape:
-            raise ValueError(
-                "base.random needs base.shape (model_type and sizes); set it, or choose a file of recipes/base with it"
-            )
+            what = "base.random needs base.shape (model_type and sizes)"
+            raise ValueError(f"{what}; set it, or choose a file of recipes/base with it")
 
     @property
     def has_whole_tensors(self) -> bool:
@@ -134,9 +133,8 @@ class BaseConfig:
                 why = str(error).splitlines()[-1].strip()
                 raise UserError(f"base.shape does not describe a model: {why}; correct it") from None
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    f"base.shape.model_type {model_type!r} is not known to transformers: {error}; correct base.shape"
-                ) from None
+                what = f"base.shape.model_type {model_type!r} is not known to transformers: {error}"
+                raise UserError(f"{what}; correct base.shape") from None
         try:
             return self.stored_config(self.folder())
         except LOAD_ERRORS as error:
@@ -259,29 +257,21 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
         raise UserError(f"{kind} models have an encoder; choose a decoder-only base")
     if recurrent or heads is None:
         what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
-        raise UserError(
-            f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; "
-            "choose a base whose layers all have attention (docs/reference/bases.md lists families)"
-        )
+        given = f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; choose a base"
+        raise UserError(f"{given} whose layers all have attention (docs/reference/bases.md lists families)")
     if unknown:
         raise UserError(f"{kind} models have layers of unknown type {unknown}; {other_base()}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise UserError(
-            f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
-            "drafts after them; choose a base with causal attention"
-        )
+        given = f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change"
+        raise UserError(f"{given} with the drafts after them; choose a base with causal attention")
     quantised = getattr(config, "quantization_config", None) or {}
     if (quantised if isinstance(quantised, dict) else vars(quantised)).get("load_in_8bit"):
-        raise UserError(
-            f"bitsandbytes' 8-bit weights (LLM.int8, {kind}) round a token depending on the others in its pass, so "
-            "drafts would change the output; use 4 bits, or torchao's int8"
-        )
+        given = f"bitsandbytes' 8-bit weights (LLM.int8, {kind}) round a token depending on the others in its pass"
+        raise UserError(f"{given}, so drafts would change the output; use 4 bits, or torchao's int8")
     limit = context_limit(config)
     if limit is not None and max_context is not None and max_context > limit.positions:
-        raise UserError(
-            f"the {limit.why} ({kind}), but base.max_context={max_context}: drafts would change the output; set "
-            f"base.max_context={limit.positions} or less"
-        )
+        given = f"the {limit.why} ({kind}), but base.max_context={max_context}: drafts would change the output"
+        raise UserError(f"{given}; set base.max_context={limit.positions} or less")
 
 
 def load_weights(
@@ -370,9 +360,8 @@ def own_attention_code(kind: str) -> Iterator[None]:
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
-        raise UserError(
-            f"{kind} has a special attention in transformers, which drafthead cannot replace; {other_base()}"
-        ) from None
+        what = f"{kind} has a special attention in transformers, which drafthead cannot replace"
+        raise UserError(f"{what}; {other_base()}") from None
 
 
 def meta_model(config: BaseConfig, settings: PreTrainedConfig) -> Any:
@@ -450,22 +439,17 @@ def _stored(
     finally:
         transformers_logging.set_verbosity(verbosity)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(
-            f"{config.name} holds a base and an adapter; move adapter_config.json and the adapter's weights to another "
-            "folder, and set base.adapter to it"
-        )
+        what = f"{config.name} holds a base and an adapter"
+        raise UserError(f"{what}; move the adapter's config and weights to another folder, and set base.adapter to it")
     if missing := sorted(report["missing_keys"]):
         # transformers would initialise them at random.
-        raise UserError(
-            f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}; copy or download it again"
-        )
+        what = f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}"
+        raise UserError(f"{what}; copy or download it again")
     # Without layers, tables with a column for each layer are empty.
     if odd := sorted(key for key in report["mismatched_keys"] if layers or 0 not in key[2]):
         name, stored, expected = odd[0]
-        raise UserError(
-            f"base model {config.name!r} has {len(odd)} weights whose sizes differ from its config.json, such as "
-            f"{name}: {list(stored)} instead of {list(expected)}; copy or download it again"
-        )
+        what = f"{len(odd)} weights of other sizes than in its config.json, such as {name}: {list(stored)}"
+        raise UserError(f"base model {config.name!r} has {what} instead of {list(expected)}; copy or download it again")
     if not layers:
         model.config = inner
     return model, tokenizer

@@ -245,9 +245,8 @@ class BaseModel(BaseParts):
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
         if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
-            raise UserError(
-                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; lower phases.*.seq_len"
-            )
+            what = f"a document of {last + 1} tokens exceeds the context of {self.max_context}"
+            raise UserError(f"{what}; lower phases.*.seq_len")
         ids, positions = (x.to(self.device, non_blocking=True) for x in (batch.input_ids, batch.position_ids))
         masks = self.packed_masks(PackedMask.of(batch.document_ids, self.device))
         with capture_hidden_states(self.model, spec.layers) as states:

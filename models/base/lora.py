@@ -42,15 +42,11 @@ class LoraBase:
         self.model = _trainable_copy(base)
         names = {name.rpartition(".")[2] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         if unknown := sorted(set(targets) - names):
-            raise UserError(
-                f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose head.lora_targets from "
-                f"{sorted(names)}"
-            )
+            what = f"{base.name} has no linear layer {unknown[0]!r} for an adapter"
+            raise UserError(f"{what}; choose head.lora_targets from {sorted(names)}")
         if LM_HEAD in targets and _is_tied(base):
-            raise UserError(
-                f"{base.name} shares its output head with its embedding, so an adapter on the head would change both; "
-                "set head.lora_lm_head=false"
-            )
+            what = f"{base.name} shares its output head with its embedding, so an adapter on the head would change both"
+            raise UserError(f"{what}; set head.lora_lm_head=false")
         config = LoraConfig(
             base_model_name_or_path=base.name,
             revision=base.config.revision,

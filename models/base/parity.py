@@ -146,10 +146,8 @@ def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits:
     errors = [relative_error(dtype, candidate, logits) for candidate in candidates]
     best = min(range(len(scales)), key=errors.__getitem__)
     if errors[best] > tolerance(dtype):
-        raise UserError(
-            f"{config.model_type} computes its logits in an unknown way (recomputed ones differ by "
-            f"{errors[best]:.1%} of the largest); {other_base()}"
-        )
+        what = f"{config.model_type} computes its logits in an unknown way"
+        raise UserError(f"{what} (recomputed ones differ by {errors[best]:.1%} of the largest); {other_base()}")
     return scales[best]
 
 
@@ -166,10 +164,8 @@ def check_against_stock(base: Base) -> None:
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
             for what, logits, stock in _readings(base, results):
                 if (error := relative_error(dtype, logits, stock)) > tolerance(dtype):
-                    raise UserError(
-                        f"the logits of {kind} run {what} differ from stock transformers by {error:.1%} of the largest "
-                        f"one, so drafts would change the output; {other_base()}"
-                    )
+                    given = f"the logits of {kind} run {what} differ from stock transformers by {error:.1%}"
+                    raise UserError(f"{given} of the largest one, so drafts would change the output; {other_base()}")
     finally:
         base.windows = windows
     PASSED.add(check_key(base, READING))

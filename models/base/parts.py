@@ -61,9 +61,8 @@ class BaseParts:
         self.rotary: Any = getattr(model.model, "rotary_emb", None)  # None in families without a rotary embedding
         self.output_layer = model.get_output_embeddings()  # module of the output head, without scale and soft-cap
         if self.output_layer is None or self.output_layer.bias is not None:
-            raise UserError(
-                f"{settings.model_type} has no output head without bias, which draft heads need; {other_base()}"
-            )
+            what = f"{settings.model_type} has no output head without bias, which draft heads need"
+            raise UserError(f"{what}; {other_base()}")
         weight = self.output_layer.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rounding_dtype = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype

@@ -89,10 +89,8 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
             return
         states[number] = output[0] if isinstance(output, tuple) else output
         if states[number].ndim != 3:
-            raise UserError(
-                f"the layers of {model.config.model_type} return several streams per token, which heads cannot "
-                "use; choose a head that uses only the final state (medusa, hydra, mlp_speculator)"
-            )
+            what = f"the layers of {model.config.model_type} return several streams per token, which heads cannot use"
+            raise UserError(f"{what}; choose a head that uses only the final state (medusa, hydra, mlp_speculator)")
 
     modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}
     hooks = [module.register_forward_hook(partial(store, number)) for number, module in modules.items()]
@@ -126,10 +124,8 @@ def decoder_over(
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
     for key, what in inputs.items():
         if getattr(config, key, None) and list(sources) != list(range(count)):
-            raise UserError(
-                f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
-                f"cannot be run alone; {OTHER_HEAD}"
-            )
+            given = f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)})"
+            raise UserError(f"{given}, so some of its layers cannot be run alone; {OTHER_HEAD}")
     if len(cache_shape.layers) != count:
         what = f"a layer of {config.model_type} has several attentions"
         raise UserError(f"{what}, so some layers cannot be run alone; {OTHER_HEAD}")

@@ -101,10 +101,8 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
         size = getattr(config, SIZES[kind], None) if kind in SIZES else None
         # With size 1, stock caches and stock masks disagree on the positions; with 0, stock modules fail.
         if kind in SIZES and (not isinstance(size, int) or size < 2):
-            raise UserError(
-                f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}, which must be at least 2; "
-                "correct its config"
-            )
+            what = f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}, which must be at least 2"
+            raise UserError(f"{what}; correct its config")
         by_kind[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
     if not any(by_kind.values()):
         return None

@@ -83,10 +83,8 @@ class TreeCache:
         ``shape``: the tree of all pending nodes, if known. Raise a UserError beyond ``capacity``."""
         self._reach = self.length + self.pending + new
         if self._reach > self.capacity:
-            raise UserError(
-                f"the cache holds {self.capacity} positions but {self._reach} are needed; shorten the prompt or the "
-                "answer"
-            )
+            what = f"the cache holds {self.capacity} positions but {self._reach} are needed"
+            raise UserError(f"{what}; shorten the prompt or the answer")
         if self.rows > 1:
             self._lengths_B = on_device(self.lengths, self.shape.device)
         coming = Pass(self._lengths_B, self.pending, new, committed, shape)

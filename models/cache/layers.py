@@ -269,10 +269,9 @@ class SlidingLayers(FullLayers):
         super().begin(coming)
         # Committed tokens of one row may exceed the memory, because `update` then keeps the latest ones.
         if self._span.stop > self._sizes.held and not (coming.committed and len(self.rows) == 1):
-            raise UserError(
-                f"layers with a window hold {self._sizes.held} positions but {self._span.stop} are needed: the cache "
-                f"was made for trees of up to {self._sizes.room} nodes; create it with larger `nodes`"
-            )
+            what = f"layers with a window hold {self._sizes.held} positions but {self._span.stop} are needed"
+            why = f"the cache was made for trees of up to {self._sizes.room} nodes"
+            raise UserError(f"{what}: {why}; create it with larger `nodes`")
 
     def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
         if self._span.stop <= self._sizes.held:
@@ -316,10 +315,9 @@ class SlidingLayers(FullLayers):
 
     def _check(self, row: Row, length: int) -> None:
         if row.dropped > max(0, length - self._sizes.window + 1):
-            raise UserError(
-                f"the cache cannot go back to {length} positions: layers with a window of {self._sizes.window} have "
-                f"dropped the first {row.dropped}; start again at 0, or create the cache without `nodes`"
-            )
+            what = f"the cache cannot go back to {length} positions"
+            why = f"layers with a window of {self._sizes.window} have dropped the first {row.dropped}"
+            raise UserError(f"{what}: {why}; start again at 0, or create the cache without `nodes`")
 
     def first(self, count: int, rows: list[Row]) -> Self:
         view = super().first(count, rows)

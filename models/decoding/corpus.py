@@ -52,10 +52,8 @@ def generate_answers(
     for row in loop.run(rows):
         hidden = torch.cat(row.hidden).cpu() if keep_hidden_states else None
         if hidden is not None and not bool(hidden.isfinite().all()):
-            raise UserError(
-                f"a hidden state of {base.name} is not finite in float16 (up to 65504), the dtype of stored answers; "
-                "set store_hidden_states=false in the phases on answers, which computes the states while training"
-            )
+            what = f"a hidden state of {base.name} is not finite in float16 (up to 65504), the dtype of stored answers"
+            raise UserError(f"{what}; set store_hidden_states=false in the phases on answers to compute it in training")
         yield Answer(
             prompt_number=row.number,
             input_ids=torch.tensor(row.prompt + row.answer, dtype=torch.int32).numpy(),
@@ -69,8 +67,6 @@ def generate_answers(
 def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
     needed = max_prompt_tokens + sampler.max_new_tokens
     if needed > base.max_context:
-        raise UserError(
-            f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s "
-            f"context of {base.max_context}; lower max_prompt_tokens or max_new_tokens"
-        )
+        what = f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s"
+        raise UserError(f"{what} context of {base.max_context}; lower max_prompt_tokens or max_new_tokens")
     return needed

@@ -151,8 +151,6 @@ def _ids(base: BaseModel, prompt: str | list[int] | Tensor) -> list[int]:
     if not isinstance(prompt, Tensor):
         return list(prompt)
     if prompt.shape[:-1].numel() != 1:
-        raise UserError(
-            f"the ids of the prompt have shape {list(prompt.shape)}, expected [T] or [1, T] for one prompt; give one "
-            "row at a time, or use model.generate(..., custom_generate=drafthead.custom_generate(head)) for a batch"
-        )
+        what = f"the ids of the prompt have shape {list(prompt.shape)}, expected [T] or [1, T] for one prompt"
+        raise UserError(f"{what}; use model.generate(..., custom_generate=drafthead.custom_generate(head)) for a batch")
     return [int(token) for token in prompt.flatten()]

@@ -225,10 +225,8 @@ def decode_batch(
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
-        raise UserError(
-            f"decode_batch needs prompts, and as many seeds and on_tokens; got {len(prompts)} prompts, {len(seeds)} "
-            f"seeds and {len(listeners)} functions"
-        )
+        what = "decode_batch needs prompts, and as many seeds and on_tokens"
+        raise UserError(f"{what}; got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions")
     loop = prepare(
         base,
         drafter,
@@ -282,10 +280,8 @@ def prepare(
         draft_config = draft_config.truncate(drafter.depth)
     if draft_config.adaptive is not None and rows > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(
-            f"an adaptive draft length needs one prompt at a time, got {rows}; set batch_size=1 or "
-            "draft_config.adaptive=None"
-        )
+        what = f"an adaptive draft length needs one prompt at a time, got {rows}"
+        raise UserError(f"{what}; set batch_size=1 or draft_config.adaptive=None")
     check_drafter(base, drafter, draft_config, settings["rule"])
     return DecodeLoop(
         base=base,
@@ -303,10 +299,8 @@ def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: s
         raise UserError(f"{where} is empty; give at least one token")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < base.vocab_size), None)
     if outside is not None:
-        raise UserError(
-            f"{where} has the token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
-            f"{base.vocab_size - 1}; tokenise it with the base's own tokenizer"
-        )
+        what = f"{where} has the token id {outside[1]} at position {outside[0]}"
+        raise UserError(f"{what}, but the base's ids go from 0 to {base.vocab_size - 1}; use the base's own tokenizer")
     if len(ids) + max_new_tokens > base.max_context:
         more, remedy = f" with max_new_tokens={max_new_tokens}", " or lower max_new_tokens"
         if max_new_tokens == 0:  # the ids include the answer
@@ -320,25 +314,17 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:
-        raise UserError(
-            f"the drafter's vocabulary has {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; use a "
-            "drafter with the base's tokenizer"
-        )
+        what = f"the drafter's vocabulary has {drafter.vocab_size} ids but {base.name} has {base.vocab_size}"
+        raise UserError(f"{what}; use a drafter with the base's tokenizer")
     if draft_config.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
-        raise UserError(
-            f"the drafter's distributions have {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; create "
-            "the drafter with target=base"
-        )
+        what = f"the drafter's distributions have {drafter.vocab_size} ids but {base.name} has {base.vocab_size}"
+        raise UserError(f"{what}; create the drafter with target=base")
     if drafter.base_fingerprint is not None and not same_base(drafter.base_fingerprint, base.fingerprint):
         raise UserError(f"the draft head was loaded for another base than {base.name}; use load_head(name, base)")
     if draft_config.prefix_threshold > 0 and not drafter.has_confidence:
-        raise UserError(
-            f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that predicts how likely its drafts "
-            "are accepted, such as a head trained with head.confidence=true; use one, or leave out prefix_threshold"
-        )
+        what = f"prefix_threshold={draft_config.prefix_threshold:g} needs a head trained with head.confidence=true"
+        raise UserError(f"{what}; use one, or leave out prefix_threshold")
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
-        raise UserError(
-            f"the tree is {draft_config.depth} drafts deep, but the drafter drafts at most {drafter.depth}; choose a "
-            "shallower tree"
-        )
+        what = f"the tree is {draft_config.depth} drafts deep, but the drafter drafts at most {drafter.depth}"
+        raise UserError(f"{what}; choose a shallower tree")
     rule.check(draft_config)

@@ -173,10 +173,8 @@ def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: in
         except Exception as error:  # a processor with state may raise any error for the earlier text
             why = f"it cannot return to an earlier text: {type(error).__name__}: {one_line(error)}"
         if why:
-            raise UserError(
-                f"the logits processor {name} has state ({why}), which drafts would change; make it a function of "
-                "input_ids and scores, or leave out custom_generate"
-            )
+            what = f"the logits processor {name} has state ({why}), which drafts would change"
+            raise UserError(f"{what}; make it a function of input_ids and scores, or leave out custom_generate")
 
 
 def _sizes(processor: Any) -> dict[str, object]:

@@ -138,18 +138,14 @@ class CombinedDrafter(CompositeDrafter):
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
-                raise UserError(
-                    f"{len(self.drafters)} combined drafters cannot share a tree of {draft_config.nodes} nodes; "
-                    f"give at least {len(self.drafters) + 1}"
-                )
+                what = f"{len(self.drafters)} combined drafters cannot share a tree of {draft_config.nodes} nodes"
+                raise UserError(f"{what}; give at least {len(self.drafters) + 1}")
             return [replace(draft_config, tree=replace(draft_config.tree, nodes=share)) for _ in self.drafters]
         trees = [tree.truncate(draft_config.depth) for tree in self.trees]
         needed = 1 + sum(len(tree) - 1 for tree in trees)
         if draft_config.nodes < needed:
-            raise UserError(
-                f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}; "
-                "leave out the tree to draft all of them"
-            )
+            what = f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}"
+            raise UserError(f"{what}; leave out the tree to draft all of them")
         return [replace(draft_config, tree=tree) for tree in trees]
 
 
@@ -211,9 +207,8 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
         drafted = [proposals[n] for n in drafting]
         kinds = {p.draft_sampling for p in drafted if p.probs is not None}
         if len(kinds) > 1:
-            raise UserError(
-                "combined drafters must all sample with replacement, or all without; give all the same draft_sampling"
-            )
+            what = "combined drafters must all sample with replacement, or all without"
+            raise UserError(f"{what}; give all the same draft_sampling")
         table = _Table(drafted)
         parents, tokens, new_number = _compact(table, _same_node(table))
         count = parents.shape[1]

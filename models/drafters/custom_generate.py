@@ -96,10 +96,8 @@ def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutpu
     """
     source = _arguments_of_generate().get("custom_generate")
     if not isinstance(source, str):
-        raise UserError(
-            "the head of this call is unknown: custom_generate is not a folder or repository; use "
-            "model.generate(..., custom_generate=drafthead.custom_generate(head))"
-        )
+        what = "the head of this call is unknown: custom_generate is not a folder or repository"
+        raise UserError(f"{what}; use model.generate(..., custom_generate=drafthead.custom_generate(head))")
     decode = custom_generate(_folder(source, arguments.pop("revision", None)))
     return type(model).generate(model, **arguments, custom_generate=decode)
 
@@ -140,10 +138,8 @@ def _check_call(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1:].all()):
-        raise UserError(
-            "attention_mask must be 0 for padding on the left and 1 for all other tokens; use a tokenizer with "
-            "padding_side='left'"
-        )
+        what = "attention_mask must be 0 for padding on the left and 1 for all other tokens"
+        raise UserError(f"{what}; use a tokenizer with padding_side='left'")
     positions = model_kwargs.get("position_ids")
     if positions is not None and not torch.equal((positions.to(mask.device) + 1) * mask, mask.cumsum(1) * mask):
         raise UserError("position_ids must count each row's tokens from 0, without padding; leave position_ids out")
@@ -285,19 +281,15 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
     with state.lock:
         stock = model.config._attn_implementation
         if stock == attention.NAME and not own:
-            raise UserError(
-                "the model is already the base of a drafthead.BaseModel; load the head with that BaseModel "
-                "(load_head(head, base)) and give custom_generate the loaded head, or load the model again"
-            )
+            what = "the model is already the base of a drafthead.BaseModel"
+            raise UserError(f"{what}; give custom_generate a head loaded for that (load_head(head, base))")
         modes = [(module, name) for module in model.modules() for name in MODES if vars(module).get(name)]
         thread = get_ident()
 
         def refuse_others(*_: object) -> None:
             if get_ident() != thread:
-                raise UserError(
-                    "another thread drafts with this model (custom_generate), which changes its attention; give "
-                    "custom_generate here too, then the threads take turns, or load the model twice"
-                )
+                what = "another thread drafts with this model (custom_generate), which changes its attention"
+                raise UserError(f"{what}; give custom_generate here too, to take turns, or load the model twice")
 
         trained = [(parameter, "requires_grad") for parameter in model.parameters() if parameter.requires_grad]
         guard = model.register_forward_pre_hook(refuse_others)
@@ -324,10 +316,8 @@ def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[Bas
     base = state.base
     if isinstance(source, DraftHead):
         if (source.base.device, source.base.dtype) != (base.device, base.dtype):
-            raise UserError(
-                f"the head was loaded for a base on {source.base.device} in {source.base.dtype}, but the model is on "
-                f"{base.device} in {base.dtype}; give the head's folder instead"
-            )
+            what = f"the head was loaded for a base on {source.base.device} in {source.base.dtype}"
+            raise UserError(f"{what}, but the model is on {base.device} in {base.dtype}; give the head's folder")
         return base, source
     file = source / "model.safetensors"
     key = str(source.resolve()), file.stat().st_mtime_ns if file.exists() else 0

@@ -26,10 +26,8 @@ class LMDrafter(Drafter):
         self.model, self.depth = model, num_tokens
         self.vocab_size: int = (target or model).vocab_size  # width of ``Proposal.probs``
         if model.vocab_size > self.vocab_size:
-            raise UserError(
-                f"the draft model {model.name} has {model.vocab_size} ids but the target has "
-                f"{self.vocab_size}; use a model with the target's tokenizer"
-            )
+            what = f"the draft model {model.name} has {model.vocab_size} ids but the target has {self.vocab_size}"
+            raise UserError(f"{what}; use a model with the target's tokenizer")
 
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, self.depth, self.model.identity())

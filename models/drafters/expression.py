@@ -190,18 +190,15 @@ def build_drafter(
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            raise UserError(
-                "only a head with a static tree can be combined; set tree=head, tree=chain:K or tree=expansion:1-1-3"
-            )
+            what = "only a head with a static tree can be combined"
+            raise UserError(f"{what}; set tree=head, tree=chain:K or tree=expansion:1-1-3")
         names = [operand.text.strip() for operand in expression.parts]
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
-            raise UserError(
-                f"{expression.text!r} stands for the command's head, but this command has none; give the folder of "
-                "a head, such as head:outputs/NAME/head"
-            )
+            what = f"{expression.text!r} stands for the command's head, but this command has none"
+            raise UserError(f"{what}; give the folder of a head, such as head:outputs/NAME/head")
         drafter, config = head, head_config
     else:
         drafter = KINDS[expression.kind].build(expression, base, parts)

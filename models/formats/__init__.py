@@ -68,6 +68,5 @@ def recognise(config: dict[str, Any], source: str) -> Format:
             what = f"{source}/config.json ({said}) is {kind}"
             raise UserError(f"{what}, which drafthead cannot import; choose another head")
     given = f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}"
-    raise UserError(
-        f"{source}/config.json ({given}) matches none of {', '.join(all_formats())}; name one with format=NAME"
-    )
+    what = f"{source}/config.json ({given}) matches none of {', '.join(all_formats())}"
+    raise UserError(f"{what}; name one with format=NAME")

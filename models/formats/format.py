@@ -260,7 +260,7 @@ class Format:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """Engines that load the format, or might be expected to; from ``engines.yaml``."""
-        return tuple(Engine.listed(name, entry) for name, entry in _engines()[self.name].items())
+        return tuple(Engine.listed(name, entry) for name, entry in _engines().get(self.name, {}).items())
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         return tuple(engine.of(head.config) for engine in self.engines)
@@ -302,9 +302,8 @@ class Format:
         """Read a published folder and :meth:`normalize` its content; ``config`` overrides keys of its config.json."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             given = ", ".join(f"config.{key}" for key in unknown)
-            raise UserError(
-                f"the format {self.name} does not use {given}; choose from {', '.join(sorted(self.config_keys))}"
-            )
+            what = f"the format {self.name} does not use {given}"
+            raise UserError(f"{what}; choose from {', '.join(sorted(self.config_keys))}")
         checkpoint = self.read_files(folder)
         with unsupported_values(str(folder)):
             return self.normalize(self._checked(self._flat(checkpoint, config or {})))
@@ -333,10 +332,8 @@ class Format:
             for value in given if isinstance(given, list) else [given]:
                 if value is not None and value not in (allowed or (0, "", {})):
                     what = f" (only {', '.join(map(repr, allowed))})" if allowed else ""
-                    given = f"{key} {value!r}, which drafthead does not support{what}"
-                    raise UserError(
-                        f"{checkpoint.source} has {given}; choose another head, or correct config.{key}=VALUE"
-                    )
+                    given = f"{checkpoint.source} has {key} {value!r}, which drafthead does not support{what}"
+                    raise UserError(f"{given}; choose another head, or correct config.{key}=VALUE")
         known = self.config_keys | HARMLESS | self.harmless | {*self.sections, BASE_NAME}
         if unknown := sorted(config.keys() - known):
             note = f"its config.json has unknown keys, which are ignored: {', '.join(unknown)}"
@@ -375,9 +372,8 @@ class Format:
         if missing or unknown or wrong:
             faults = f"missing {_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}"
             where = f"{head.base.name} in the format {self.name}"
-            raise UserError(
-                f"{checkpoint.source} does not fit {where}: {faults}; name the base that it was trained for"
-            )
+            what = f"{checkpoint.source} does not fit {where}: {faults}"
+            raise UserError(f"{what}; name the base that it was trained for")
 
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))

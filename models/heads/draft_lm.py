@@ -47,9 +47,8 @@ class DraftLMConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
-            raise ValueError(
-                f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
-            )
+            what = f"head.from_layers must name {self.num_layers} layers (head.num_layers)"
+            raise ValueError(f"{what}, got {self.from_layers}")
 
     def check_layers(self, num_layers: int) -> None:
         if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):

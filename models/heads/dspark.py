@@ -100,10 +100,8 @@ class DSparkConfig(DraftHeadConfig):
     def check_layers(self, num_layers: int) -> None:
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
-            raise UserError(
-                f"head.num_layers={self.num_layers} cannot start as copies of the base's last layers, because the "
-                f"base has {num_layers}; lower head.num_layers or set head.copy_layers=false"
-            )
+            what = f"head.num_layers={self.num_layers} cannot start as copies: the base has {num_layers}"
+            raise UserError(f"{what}; lower head.num_layers or set head.copy_layers=false")
 
     @property
     def slots(self) -> int:
@@ -265,10 +263,8 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
     names, norms = layer.state_dict().keys(), {f"self_attn.{name}_norm.weight": name for name in ("q", "k")}
     missing, others = names - weights.keys(), weights.keys() - names
     if not missing <= norms.keys() or not all(name.startswith(("self_attn.", "mlp.")) for name in others):
-        raise UserError(
-            f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not; set "
-            "head.copy_layers=false"
-        )
+        what = f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not"
+        raise UserError(f"{what}; set head.copy_layers=false")
     layer.load_state_dict(weights, strict=False)
     for key in missing:
         rows = getattr(layer.self_attn, f"{norms[key]}_proj").weight * layer.input_layernorm.weight

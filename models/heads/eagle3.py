@@ -104,15 +104,13 @@ class Eagle3Config(DraftHeadConfig):
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
         if self.parallel and self.norm_output:
-            raise ValueError(
-                "head.parallel and head.norm_output exclude each other: no next step reads an output; leave one out"
-            )
+            what = "head.parallel and head.norm_output exclude each other: no next step reads an output"
+            raise ValueError(f"{what}; leave one out")
         if not 1 <= self.num_layers <= 16 or (self.num_layers > 1 and not self.parallel):
             raise ValueError(f"head.num_layers must be in [1, 16], and 1 without head.parallel, got {self.num_layers}")
         if not 1 <= self.ttt_steps <= self.num_draft_tokens:
-            raise ValueError(
-                f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
-            )
+            what = f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}]"
+            raise ValueError(f"{what}, got {self.ttt_steps}")
 
     @property
     def trained_positions(self) -> int:

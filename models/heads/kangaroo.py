@@ -115,10 +115,8 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     partial = PartialForward(layers=first.num_layers, hidden=hidden)
     continued = base.verify(nodes, shape, cache, partial_forward=partial).final
     if (error := relative_error(base.rounding_dtype, continued, whole)) > tolerance(base.rounding_dtype):
-        raise UserError(
-            f"the layers of {base.model_config.model_type} after the first {first.num_layers} give another result when "
-            f"the first ones run separately (by {error:.1%} of the largest state); choose another head than kangaroo"
-        )
+        what = f"the layers of {base.model_config.model_type} after the first {first.num_layers} give another result"
+        raise UserError(f"{what} if those run separately (by {error:.1%} of the largest state); choose another head")
     PASSED.add(check_key(base, check))
 
 

@@ -81,10 +81,8 @@ class Medusa2Config(MedusaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora_lm_head and not self.own_lm_head:
-            raise ValueError(
-                "head.lora_lm_head=true needs head.own_lm_head=true: heads that share the base's output head would use "
-                "the original one"
-            )
+            what = "head.lora_lm_head=true needs head.own_lm_head=true"
+            raise ValueError(f"{what}: heads that share the base's output head would use the original one")
         if not self.lora_targets:
             raise ValueError("head.lora_targets must be at least one layer's name, got none")
 
@@ -106,10 +104,8 @@ class Medusa2Head(MedusaHead):
         nothing until they are trained. A base that already has an adapter is rejected."""
         if self._tuned is None:
             if self.base.config.adapter is not None:
-                raise UserError(
-                    f"{self.base.name} already has the adapter {self.base.config.adapter}; save it as a whole model "
-                    "(peft's merge_and_unload) and give that model as base.name to train another adapter on it"
-                )
+                what = f"{self.base.name} already has the adapter {self.base.config.adapter}"
+                raise UserError(f"{what}; save it as a whole model (peft's merge_and_unload), and set base.name to it")
             config = self.config
             targets = [*config.lora_targets, *([LM_HEAD] if config.lora_lm_head else [])]
             sizes = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}

@@ -160,9 +160,8 @@ class MLPSpeculatorConfig(DraftHeadConfig):
         if self.tie_lstm_embs and self.cell != "lstm":
             raise ValueError("head.tie_lstm_embs is for head.cell: lstm; leave it false")
         if self.tie_weights and self.num_draft_tokens == 1:
-            raise ValueError(
-                "head.tie_weights needs head.num_draft_tokens of at least 2: one position has nothing to share"
-            )
+            what = "head.tie_weights needs head.num_draft_tokens of at least 2"
+            raise ValueError(f"{what}: one position has nothing to share")
 
 
 class MLPSpeculatorHead(DraftHead):

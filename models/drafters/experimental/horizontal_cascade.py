@@ -36,15 +36,11 @@ class HorizontalCascade(CompositeDrafter):
         for index, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:
-                raise UserError(
-                    f"the relay lets {name} draft {length} tokens, but it can draft 1 to {drafter.depth}; change the "
-                    "number after @"
-                )
+                what = f"the relay lets {name} draft {length} tokens, but it can draft 1 to {drafter.depth}"
+                raise UserError(f"{what}; change the number after @")
             if index and drafter.reads_base:
-                raise UserError(
-                    f"{name} reads the base's hidden states, which drafts do not have, so in a relay it can only be "
-                    "the first"
-                )
+                what = f"{name} reads the base's hidden states"
+                raise UserError(f"{what}, which drafts do not have, so in a relay it can only be the first")
         self.lengths, self.depth = tuple(lengths), sum(lengths)
         self.tree = TokenTree.chain(self.depth)
         self.confidence_threshold = drafters[0].confidence_threshold
@@ -64,9 +60,8 @@ class CascadeSession(CompositeSession):
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         if not draft_config.is_chain:
-            raise UserError(
-                "a relay drafts chains, not trees; use tree=head or tree=chain:K, or combine it: (relay:A+B)+C"
-            )
+            what = "a relay drafts chains, not trees"
+            raise UserError(f"{what}; use tree=head or tree=chain:K, or combine it: (relay:A+B)+C")
         proposal, left, committed = root_only(last_token), draft_config.depth, self.lengths
         for length, session in zip(self.drafter.lengths, self.sessions, strict=True):
             length = min(length, left)
@@ -106,9 +101,8 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
         raise ValueError("concatenate needs two chains, but a node of the proposals has several children")
     kinds = {p.draft_sampling for p in (first, second) if p.probs is not None}
     if len(kinds) > 1:
-        raise UserError(
-            "the drafters of a relay must all sample with replacement, or all without; give all the same draft_sampling"
-        )
+        what = "the drafters of a relay must all sample with replacement, or all without"
+        raise UserError(f"{what}; give all the same draft_sampling")
     rows, device = first.tokens.shape[0], first.tokens.device
     head, tail = drafted_tokens(first), drafted_tokens(second)
     count = 1 + int((head + tail).max())

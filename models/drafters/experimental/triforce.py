@@ -99,17 +99,13 @@ class TriForce(VerticalCascade):
         shapes = set(base.cache_shape.layers)
         equal = len(shapes) == 1 and all(isinstance(s, KeyValueShape) and s.keys == s.values for s in shapes)
         if not equal or base.windows is not None:
-            raise UserError(
-                f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks; choose "
-                "another drafter"
-            )
+            what = f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks"
+            raise UserError(f"{what}; choose another drafter")
         self.policy, self.budget, self.refresh = Policy.parse(policy), budget, refresh
         self.base_fingerprint = base.fingerprint
         if budget < max(2, 2 * self.policy.size):
-            raise UserError(
-                f"a budget of {budget} positions is too small for {policy}; give at least "
-                f"{max(2, 2 * self.policy.size)}"
-            )
+            what = f"a budget of {budget} positions is too small for {policy}"
+            raise UserError(f"{what}; give at least {max(2, 2 * self.policy.size)}")
         if refresh < 1:
             raise UserError(f"refresh must be at least 1 token, got {refresh}")
 

@@ -47,10 +47,8 @@ class VerticalCascade(LMDrafter):
         # The fastest row commits up to a whole inner path per step, the slowest one token; all rows take equal steps.
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
-            raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for another model, as B "
-                "in nested:A+B"
-            )
+            what = f"{type(drafter).__name__} reads the base's hidden states"
+            raise UserError(f"{what}, so it cannot draft for another model, as B in nested:A+B")
         check_drafter(model, drafter, self.draft_config, EXACT)
 
     def identity(self) -> tuple[object, ...]:

@@ -38,10 +38,8 @@ def _nested(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
         policy = first.name or DEFAULT_POLICY
         return TriForce(base, model.budget, policy, num_tokens=model.depth, drafter=drafter, draft_config=config)
     if not isinstance(model, ModelDrafter):
-        raise UserError(
-            f"in {expression.text!r}, {first.text!r} is not a model; as the first drafter, give early_exit:LAYERS, "
-            "budget:POSITIONS or model:NAME"
-        )
+        what = f"in {expression.text!r}, {first.text!r} is not a model"
+        raise UserError(f"{what}; as the first drafter, give early_exit:LAYERS, budget:POSITIONS or model:NAME")
     return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
 
 

@@ -126,10 +126,8 @@ class GgufFile:
         target = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else (kind or self._kind).upper()]
         block = gguf.GGML_QUANT_SIZES[target][0]
         if tensor.shape[-1] % block:
-            raise UserError(
-                f"{name} has rows of {tensor.shape[-1]} numbers, but {target.name} needs a multiple of {block}; "
-                "set base_gguf=f16"
-            )
+            what = f"{name} has rows of {tensor.shape[-1]} numbers, but {target.name} needs a multiple of {block}"
+            raise UserError(f"{what}; set base_gguf=f16")
         self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
 
     def close(self) -> None:
@@ -242,9 +240,8 @@ class GgufLayout(Format):
         unread = {name for name in keys if name.startswith(f"{expected}.")}
         keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
         if missing := sorted((self.needed | SIZES.keys()) - keys.keys()):
-            raise UserError(
-                f"{path} lacks the keys {', '.join(missing)}, which an export writes; export the head again"
-            )
+            what = f"{path} lacks the keys {', '.join(missing)}, which an export writes"
+            raise UserError(f"{what}; export the head again")
         names = self._names(keys["block_count"])
         if unknown := sorted(stored.keys() - {*names.values(), "d2t", SCALED}):
             raise UserError(f"{path} has unknown tensors: {', '.join(unknown[:4])}; use a file that drafthead wrote")

@@ -79,10 +79,8 @@ class HeadAttention(nn.Module):
         """
         super().__init__()
         if base.rotary is None:
-            raise UserError(
-                f"{base.model_config.model_type} has no rotary embedding, which a head's attention takes from its "
-                "base; choose a head without attention (medusa, hydra, mlp_speculator)"
-            )
+            what = f"{base.model_config.model_type} has no rotary embedding, which a head's attention needs"
+            raise UserError(f"{what}; choose a head without attention (medusa, hydra, mlp_speculator)")
         heads, (kv_heads, head_dim) = base.model_config.num_attention_heads, attention_sizes(base.model_config)
         rotary = _rotary(base, heads, head_dim, rope_theta)
         width = input_width or base.hidden_size

@@ -90,10 +90,8 @@ class DraftHeadConfig:
         copies = start and self.starts_from_layers
         if (self.needs_layers or copies) and not isinstance(base, BaseModel):
             what = "starts as a copy of" if copies else "runs"
-            raise UserError(
-                f"a head of type {self.head_type} {what} layers of its base, but {base.name} was loaded without them; "
-                "load the whole base with load_base"
-            )
+            given = f"a head of type {self.head_type} {what} layers of its base"
+            raise UserError(f"{given}, but {base.name} was loaded without them; load the whole base with load_base")
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
@@ -112,9 +110,8 @@ class DraftHeadConfig:
         """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
         layers = getattr(self, "layers", None) or []
         if not all(0 <= layer <= num_layers for layer in layers):
-            raise UserError(
-                f"head.layers must be in [0, {num_layers}], where 0 is the base's embedding, got {list(layers)}"
-            )
+            what = f"head.layers must be in [0, {num_layers}], where 0 is the base's embedding"
+            raise UserError(f"{what}, got {list(layers)}")
 
     # What every head's settings get ----------------------------------------------------------------------------------
 
@@ -212,9 +209,7 @@ class DraftHead(nn.Module, Drafter):
             "self.projections = self.lm_heads(...) in __init__": hasattr(self, "projections"),
         }
         if missing := [what for what, defined in needed.items() if not defined]:
-            raise UserError(
-                f"{kind.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md has a whole head"
-            )
+            raise UserError(f"{kind.__name__} must define {', '.join(missing)}; see docs/tutorials/new_head.md")
 
     def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:
         """Return the base's frozen embeddings of ``tokens``, [...] int64 -> [..., D]; ``unit`` scales each to RMS 1."""
@@ -230,10 +225,8 @@ class DraftHead(nn.Module, Drafter):
         """
         scaled, dtype = not self.config.low_rank, self.config.inference_dtype(self.base)
         if first is not None and len(first.weight) != len(self.d2t):
-            raise UserError(
-                f"lm_heads(first=...) has {len(first.weight)} rows, but the draft vocabulary has {len(self.d2t)}; "
-                "self.target_lm_head is the base's output head with these rows"
-            )
+            what = f"lm_heads(first=...) has {len(first.weight)} rows, but the draft vocabulary has {len(self.d2t)}"
+            raise UserError(f"{what}; self.target_lm_head is the base's output head with these rows")
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
@@ -294,10 +287,8 @@ class DraftHead(nn.Module, Drafter):
             if not (isinstance(x, Tensor) and x.shape[-1] == self.projection_width and isinstance(states, tuple)):
                 returned = result if isinstance(result, tuple) else (result,)
                 shapes = [f"tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in returned]
-                raise UserError(
-                    f"{type(self).__name__}.advance({k}, ...) must return a tensor [..., {self.projection_width}] and "
-                    f"a tuple of states, but returned {', '.join(shapes)}"
-                )
+                what = f"{type(self).__name__}.advance({k}, ...) must return a tensor [..., {self.projection_width}]"
+                raise UserError(f"{what} and a tuple of states, but returned {', '.join(shapes)}")
             outputs.append(x)
         return torch.stack(outputs)
 

@@ -50,9 +50,8 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or str(name).count("/") != 1:
-        raise UserError(
-            f"no draft head at {name}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)"
-        )
+        what = f"no draft head at {name}"
+        raise UserError(f"{what}: give a run's head folder (outputs/NAME/head) or a Hub repository (user/name)")
     return fetch(str(name), revision)
 
 
@@ -61,19 +60,16 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     config = read_json(safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if not isinstance(config, dict) or not set(types) <= set(config):
-        raise UserError(
-            f"{folder}/config.json is not a drafthead config, which has {sorted(types)}; is this a head folder?"
-        )
+        what = f"{folder}/config.json is not a drafthead config, which has {sorted(types)}"
+        raise UserError(f"{what}; is this a head folder?")
     if config["format"] != FORMAT:
         older = isinstance(config["format"], int) and config["format"] < FORMAT
         remedy = "train the head again" if older else "update drafthead"
         raise UserError(f"{folder} has format {config['format']}, but this version reads {FORMAT}; {remedy}")
     for key, expected in types.items():
         if not isinstance(config[key], expected) and not (key == "draft_vocab" and config[key] is None):
-            raise UserError(
-                f"{folder}/config.json has {key} of type {type(config[key]).__name__}, expected {expected.__name__}; "
-                "copy the head again"
-            )
+            what = f"{folder}/config.json has {key} of type {type(config[key]).__name__}, expected {expected.__name__}"
+            raise UserError(f"{what}; copy the head again")
     return config
 
 
@@ -135,15 +131,13 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
     if not isinstance(batches, dict) or not all(
         re.fullmatch("[1-9][0-9]{0,8}", rows) and rows != "1" for rows in batches
     ):
-        raise UserError(
-            f"{path} is not a tree.json: batches must map numbers of rows above 1 to trees; calibrate the trees again"
-        )
+        what = f"{path} is not a tree.json: batches must map numbers of rows above 1 to trees"
+        raise UserError(f"{what}; calibrate the trees again")
     drafter.batch_trees = {int(n): _parse_tree(path, {"choices": c}, drafter.depth) for n, c in batches.items()}
     threshold = content.get("confidence_threshold", drafter.confidence_threshold)
     if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
-        raise UserError(
-            f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1); correct it or calibrate again"
-        )
+        what = f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1)"
+        raise UserError(f"{what}; correct it or calibrate again")
     drafter.confidence_threshold = float(threshold)
 
 
@@ -162,13 +156,11 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
             raise ValueError(f"a path is a list of ranks, whole numbers below {MAX_RANKS}")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} is not a tree.json ({error}); give it the key 'choices' with a list of paths, each a list of ranks"
-        ) from None
+        what = f"{path} is not a tree.json ({error})"
+        raise UserError(f"{what}; give it the key 'choices' with a list of paths, each a list of ranks") from None
     if tree.depth > depth:
-        raise UserError(
-            f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower tree"
-        )
+        what = f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions"
+        raise UserError(f"{what}; give a shallower tree")
     return tree
 
 
@@ -208,10 +200,8 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
     ids = weights.get("d2t")
     if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count:
         saved = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
-        raise UserError(
-            f"{folder}/model.safetensors has {saved}, expected the {count} ids of the draft vocabulary, int64; copy "
-            "the head again"
-        )
+        what = f"{folder}/model.safetensors has {saved}, expected the {count} ids of the draft vocabulary, int64"
+        raise UserError(f"{what}; copy the head again")
     check_draft_ids(ids, vocab_size, f"the draft vocabulary (d2t) in {folder}", "; copy the head again")
     return ids
 
@@ -234,10 +224,8 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseParts) -> None:
             if key == "fingerprint" and base.dtype == torch.float16:
                 # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.
                 remedy += " (float16 rounds tiny weights, which changes the fingerprint: try bfloat16 or float32)"
-            raise UserError(
-                f"the head in {folder} was trained for {_described(trained)} ({key} {saved}), but the base "
-                f"is {_described(actual)} ({key} {actual[key]}); {remedy}"
-            )
+            what = f"the head in {folder} was trained for {_described(trained)} ({key} {saved})"
+            raise UserError(f"{what}, but the base is {_described(actual)} ({key} {actual[key]}); {remedy}")
 
 
 def _described(identity: dict[str, Any]) -> str:

@@ -126,10 +126,8 @@ def _attached(folder: Path, base: BaseParts) -> DraftHead:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{folder}/model.safetensors does not fit its config: {reason}; copy both again") from None
     if missing or unexpected:
-        raise UserError(
-            f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}; copy both "
-            "again"
-        )
+        what = f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
+        raise UserError(f"{what}; copy both again")
     read_trees(folder, head)
     return head.eval()
 
@@ -154,10 +152,8 @@ def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
     known = [field.name for field in fields(kind)]
     if unknown := [name for name in settings if name not in known]:
         # A recipe's keys belong to the recipe's head, also if the command line chooses another head.
-        raise UserError(
-            f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
-            f"misspelt or not declared in that class (it has {', '.join(known)}). Choose a recipe of this head, or "
-            "leave them out: "
-            f"{' '.join(f'~head.{name}' for name in unknown)}"
-        )
+        what = f"{kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are"
+        why = f"misspelt or not declared in that class (it has {', '.join(known)})"
+        how = " ".join(f"~head.{name}" for name in unknown)
+        raise UserError(f"head: {what} {why}. Choose a recipe of this head, or leave them out: {how}")
     return check(settings, kind, prefix="head")

@@ -109,10 +109,8 @@ class LossConfig:
             # D-PACE's own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
         if len(self.depth_weights) != depth:
-            raise UserError(
-                f"loss.depth_weights has {len(self.depth_weights)} weights, but the head is trained at {depth} draft "
-                f"positions; give {depth}, or null for decay ** k"
-            )
+            what = f"loss.depth_weights has {len(self.depth_weights)} weights, but {depth} draft positions are trained"
+            raise UserError(f"{what}; give {depth}, or null for decay ** k")
         return list(self.depth_weights)
 
 
