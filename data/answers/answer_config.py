@@ -3,34 +3,25 @@
 from urllib.parse import urlsplit
 
 from drafthead.errors import UserError
-from drafthead.settings.schema import (
-    NonNegative,
-    Positive,
-    PositiveFloat,
-    PositiveShare,
-    Seed,
-    Share,
-    Temperature,
-    require,
-    settings,
-)
+from drafthead.settings import schema
+from drafthead.settings.schema import Positive, require, settings
 
 
 @settings(kw_only=True)
 class SamplerConfig:
     """Settings of the sampler for the base's answers."""
 
-    temperature: Temperature = 0.0
+    temperature: schema.Temperature = 0.0
     """Sampling temperature. 0 is greedy decoding."""
-    top_k: NonNegative = 0
+    top_k: schema.NonNegative = 0
     """Sample from the k most likely tokens. 0: from all tokens."""
-    top_p: PositiveShare = 1.0
+    top_p: schema.PositiveShare = 1.0
     """Sample from the smallest set of tokens with this total probability."""
     max_new_tokens: Positive = 128
     """Largest number of tokens of an answer."""
     ignore_eos: bool = False
     """Continue answers after the end-of-turn token."""
-    seed: Seed = 0
+    seed: schema.Seed = 0
     """Seed of the sampled answers."""
 
 
@@ -45,12 +36,12 @@ class ServerConfig:
     """Name of the base on the server. With null, the base's name if it is served, else the server's only model."""
     concurrency: Positive = 64
     """Largest number of concurrent requests."""
-    timeout: PositiveFloat = 600.0
+    timeout: schema.PositiveFloat = 600.0
     """Longest time for one request, in seconds."""
     tries: Positive = 25
     """Largest number of requests for one answer. If all fail, the run ends. The waits between them double from half a
     second to 8 seconds; after malformed answers they stay half a second."""
-    min_greedy_match_rate: Share = 0.8
+    min_greedy_match_rate: schema.Share = 0.8
     """Smallest share of the server's greedy tokens that the base must also choose. A lower share means that the server
     runs another model, and ends the run."""
 

@@ -7,16 +7,9 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 
 from drafthead.errors import visible
@@ -69,7 +62,7 @@ class Display:
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-                times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+                times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), bars.TimeRemainingColumn())
                 self._bar = Progress(*columns, *times, console=self.console)
                 self._bar.start()
             if label not in self._tasks:

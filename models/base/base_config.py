@@ -8,39 +8,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.errors import UserError
 from drafthead.files.local import make_readable
-from drafthead.models.base import adapter
+from drafthead.models.base import adapter, text_model
 from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_shards, weight_files
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like, without_layers
-from drafthead.models.base.text_model import (
-    EXTRA_PARAMETERS,
-    LOAD_ERRORS,
-    build,
-    check_lengths,
-    inner_names,
-    parameter_limit,
-    text_class,
-    text_config,
-)
+from drafthead.models.base.text_model import LOAD_ERRORS, check_lengths, text_config
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import other_base
@@ -162,7 +146,7 @@ class BaseConfig:
             return tiny_tokenizer()
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file and self.tokenizer is None else {}
         try:
-            return AutoTokenizer.from_pretrained(self.tokenizer or folder, **self.hub_options(), **gguf)
+            return transformers.AutoTokenizer.from_pretrained(self.tokenizer or folder, **self.hub_options(), **gguf)
         except LOAD_ERRORS as error:
             why = could_not_load(folder, error)
             if self.tokenizer:
@@ -295,7 +279,7 @@ def load_weights(
         check_architecture(settings, config.max_context)
         with torch.random.fork_rng(devices=[]), own_attention_code(settings.model_type):
             torch.manual_seed(config.seed)
-            model = build(settings, **how)
+            model = text_model.build(settings, **how)
         tokenizer = config.load_tokenizer(config.name)
     else:
         model, tokenizer = _stored(config, how, progress, layers or not config.has_whole_tensors)
@@ -367,14 +351,14 @@ def own_attention_code(kind: str) -> Iterator[None]:
 def meta_model(config: BaseConfig, settings: PreTrainedConfig) -> Any:
     """Return the stock model on the meta device, if the checkpoint can be of its size."""
     with torch.device("meta"), size_limit(config.name, weight_files(config.folder(), config.revision)):
-        return build(settings)
+        return text_model.build(settings)
 
 
 def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
     try:
         folder = config.folder()
         files = weight_files(folder, config.revision)
-        return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
+        return CheckpointTensors(files, model, text_model.inner_names(config.stored_config(folder)))
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
 
@@ -386,10 +370,10 @@ def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) 
         return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     with register_module_parameter_registration_hook(to_meta):
-        model = build(settings, **options)
+        model = text_model.build(settings, **options)
     model.tie_weights()
     with suppress(OSError):  # the checkpoint has none
-        model.generation_config = GenerationConfig.from_pretrained(config.folder(), **config.hub_options())
+        model.generation_config = transformers.GenerationConfig.from_pretrained(config.folder(), **config.hub_options())
     return model
 
 
@@ -400,7 +384,7 @@ def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]
         f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model; copy or "
         "download it again"
     )
-    return parameter_limit(PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS, too_large)
+    return text_model.parameter_limit(PARAMETERS_PER_BYTE * size + text_model.EXTRA_PARAMETERS, too_large)
 
 
 def _stored(
@@ -410,7 +394,7 @@ def _stored(
     options = how | config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
-        options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        options |= {"gguf_file": config.gguf_file, "quantization_config": transformers.GgufConfig(dequantize=True)}
     verbosity = transformers_logging.get_verbosity()
     try:
         settings = config.stored_config(folder)  # before the tokenizer, whose errors are less clear
@@ -419,8 +403,8 @@ def _stored(
         loader: Any = AutoModelForCausalLM
         if (inner := text_config(settings)) is not settings:
             progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
-            loader = text_class(settings)
-            options |= {"config": inner, "key_mapping": inner_names(settings)}
+            loader = text_model.text_class(settings)
+            options |= {"config": inner, "key_mapping": text_model.inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
         if not layers:

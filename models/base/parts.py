@@ -12,15 +12,8 @@ from torch import Tensor, nn
 
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import (
-    BaseConfig,
-    build_empty,
-    check_architecture,
-    checkpoint_tensors,
-    context_limit,
-    load_weights,
-    meta_model,
-)
+from drafthead.models.base import base_config
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import logit_scale, stock_pass
@@ -41,7 +34,7 @@ class BaseParts:
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         """Freeze a stock ``model`` in place and take its parts; refuse architectures that cannot verify token trees."""
         settings = model.config
-        check_architecture(settings, config.max_context)
+        base_config.check_architecture(settings, config.max_context)
         llama_like(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = config
@@ -51,7 +44,7 @@ class BaseParts:
         self.hidden_size: int = settings.hidden_size
         self.vocab_size: int = settings.vocab_size
         self.num_layers: int = settings.num_hidden_layers
-        limit = context_limit(settings)
+        limit = base_config.context_limit(settings)
         self.max_context: int = config.max_context or settings.max_position_embeddings
         """Largest number of tokens of a prompt and its answer."""
         if limit is not None:
@@ -85,7 +78,7 @@ class BaseParts:
     ) -> "BaseParts":
         """Read the parts of the checkpoint, and the rows of its layers that identify it. GGUF files, adapters and
         random bases are loaded whole, before the layers are dropped."""
-        model, tokenizer = load_weights(config, device_of(device), progress, layers=False)
+        model, tokenizer = base_config.load_weights(config, device_of(device), progress, layers=False)
         return _measured(model, tokenizer, config)
 
     @classmethod
@@ -104,7 +97,7 @@ class BaseParts:
             raise UserError("parts cannot be made of an engine's tensors for a random, GGUF or adapted base; load it")
         folder = config.folder()
         settings = text_config(config.transformers_config())
-        model = llama_like(build_empty(config, without_layers(settings), dtype=embedding.dtype))
+        model = llama_like(base_config.build_empty(config, without_layers(settings), dtype=embedding.dtype))
         vocabulary = len(model.get_input_embeddings().weight)
         given = {model.get_input_embeddings(): embedding, model.get_output_embeddings(): lm_head}
         for module, weight in given.items():
@@ -171,8 +164,8 @@ def _measured(model: Any, tokenizer: Any, config: BaseConfig) -> BaseParts:
     parts = BaseParts(model, tokenizer, config)
     whole = model
     if config.has_whole_tensors:
-        whole = llama_like(meta_model(config, model.config))
-        tensors = checkpoint_tensors(config, whole)
+        whole = llama_like(base_config.meta_model(config, model.config))
+        tensors = base_config.checkpoint_tensors(config, whole)
         names = {id(module): name for name, module in whole.named_modules()}
 
         def first_rows(layer: nn.Module, count: int) -> Tensor:

@@ -8,21 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
 from drafthead.errors import UserError, one_line
@@ -30,11 +16,14 @@ from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseMod
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
-READ_LOGITS_ONLY = (  # not the tokens so far
-    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TopHLogitsWarper, MinPLogitsWarper),
-    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization),
-    SuppressTokensLogitsProcessor,
-)
+READ_LOGITS_ONLY = {
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper "
+        "TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization "
+        "SuppressTokensLogitsProcessor"
+    ).split()
+}  # not the tokens so far
 WITH_STATE = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 """transformers' own processors whose results depend on earlier calls."""
 
@@ -55,12 +44,12 @@ class ProcessedSampler:
         on the right. Without ``sample``, the argmax is taken."""
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
         for processor in processors:
-            if isinstance(processor, TemperatureLogitsWarper):
+            if isinstance(processor, logits_process.TemperatureLogitsWarper):
                 check_temperature(processor.temperature)
         self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
         self._processors = [
             # Sorting a large vocabulary on a CPU costs more than the base's pass.
-            FastTopP(p.top_p, p.filter_value, p.min_tokens_to_keep) if type(p) is TopPLogitsWarper else p
+            FastTopP(p.top_p, p.filter_value, p.min_tokens_to_keep) if type(p) is logits_process.TopPLogitsWarper else p
             for p in processors
         ]
 

@@ -9,16 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    EtaLogitsWarper,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
 
 from drafthead.settings.schema import BelowOne, NonNegative, PositiveFloat, PositiveShare, Share, Temperature, settings
 
@@ -91,7 +83,7 @@ class Sampler:
         if self.repetition_penalty is not None and self.reads_context:
             if context is None:
                 raise ValueError("a repetition penalty needs the tokens so far; give context")
-            scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
+            scores = logits_process.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         for warper in _warpers(self):
@@ -142,7 +134,7 @@ def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
 HEAD = 1024  # number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus
 
 
-class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
+class FastTopP(logits_process.TopPLogitsWarper):  # type: ignore[misc]
     """Top-p without sorting a large vocabulary on a CPU, which would cost more than the base's forward pass."""
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
@@ -164,12 +156,12 @@ class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
 def _warpers(sampler: Sampler) -> LogitsProcessorList:
     """Return the warpers that change the distribution, in the order of transformers' ``generate``."""
     warpers: list[tuple[bool, Any, float]] = [
-        (sampler.temperature != 1, TemperatureLogitsWarper, float(sampler.temperature)),
-        (sampler.top_k > 0, TopKLogitsWarper, sampler.top_k),
+        (sampler.temperature != 1, logits_process.TemperatureLogitsWarper, float(sampler.temperature)),
+        (sampler.top_k > 0, logits_process.TopKLogitsWarper, sampler.top_k),
         (sampler.top_p < 1, FastTopP, sampler.top_p),
-        (sampler.min_p > 0, MinPLogitsWarper, sampler.min_p),
-        (sampler.typical_p < 1, TypicalLogitsWarper, sampler.typical_p),
-        (sampler.eta > 0, EtaLogitsWarper, sampler.eta),
+        (sampler.min_p > 0, logits_process.MinPLogitsWarper, sampler.min_p),
+        (sampler.typical_p < 1, logits_process.TypicalLogitsWarper, sampler.typical_p),
+        (sampler.eta > 0, logits_process.EtaLogitsWarper, sampler.eta),
     ]
     with torch.inference_mode(False):  # a warper has a tensor, which must also work outside inference mode
         return LogitsProcessorList(kind(value) for wanted, kind, value in warpers if wanted)

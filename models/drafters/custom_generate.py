@@ -15,16 +15,9 @@ from threading import RLock, get_ident
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from drafthead.errors import UserError
@@ -76,7 +69,7 @@ def custom_generate(
         if stop_strings is not None:
             if call.get("tokenizer") is None:
                 raise UserError("stop_strings needs the model's tokenizer; give generate the argument tokenizer too")
-            criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=call["tokenizer"])
+            criterion = transformers.StopStringCriteria(stop_strings=stop_strings, tokenizer=call["tokenizer"])
             stopping_criteria = StoppingCriteriaList([*stopping_criteria, criterion])
         padding = _check_call(model, input_ids, generation_config, model_kwargs, call)
         check_stateless(logits_processor, input_ids, model.config.get_text_config().vocab_size)
@@ -109,7 +102,7 @@ def _arguments_of_generate() -> dict[str, Any]:
     """Return the arguments of the running ``model.generate``, if one is running. transformers does not pass streamer,
     tokenizer and ``custom_generate`` to a custom function, so they are read from the stack. Keywords come from the
     frame that called ``generate``, because ``generate`` changes its own copy."""
-    code = inspect.unwrap(GenerationMixin.generate).__code__
+    code = inspect.unwrap(transformers.GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -160,9 +153,9 @@ class Replay:
 
     def __post_init__(self) -> None:
         config, (count, self.width) = self.config, self.ids.shape
-        lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
+        lengths = [c.max_length for c in self.criteria if type(c) is transformers.MaxLengthCriteria]
         self.max_new_tokens = max(1, min(lengths) - self.width)
-        eos = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]
+        eos = [c.eos_token_id.tolist() for c in self.criteria if type(c) is transformers.EosTokenCriteria]
         self.eos_ids = frozenset(token for tokens in eos for token in tokens)
         # Without a token that ends rows, rows that a criterion ended continue until all have ended, as in stock.
         pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in self.criteria) else None
@@ -170,7 +163,7 @@ class Replay:
             raise UserError("a stopping criterion with eos_token_id needs a pad_token_id; give generate one")
         self.pad = None if pad is None else int(pad)
         self.criteria = StoppingCriteriaList(
-            c for c in self.criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+            c for c in self.criteria if type(c) not in (transformers.MaxLengthCriteria, transformers.EosTokenCriteria)
         )
         # As in stock generate, torch's generator decides sampled answers, and greedy ones leave it alone.
         seeds = torch.randint(2**62, (count,), device=self.ids.device).tolist() if config.do_sample else [0] * count

@@ -20,16 +20,9 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.formats import llama_layer
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
-from drafthead.models.formats.llama_layer import (
-    LAYER_KEYS,
-    LAYER_ONLY,
-    ROPE_SECTIONS,
-    layer_config,
-    layer_rotation,
-    require_same_layer,
-)
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -55,19 +48,19 @@ class Eagle3Format(Format):
         "ttt_steps": "ttt_steps",
     }
     sizes = {"target_hidden_size": "hidden_size", **Format.sizes}
-    other_keys = LAYER_KEYS | {
+    other_keys = llama_layer.LAYER_KEYS | {
         *("architectures", "intermediate_size", "draft_vocab_size", "num_aux_hidden_states"),
         *("eagle_config", "layers", LAYER_IDS),
     }
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **LAYER_ONLY,
+        **llama_layer.LAYER_ONLY,
         **dict.fromkeys("num_hidden_layers parallel_draft_step logit_scale".split(), (1,)),
         **dict.fromkeys("use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm".split(), (True,)),
         **dict.fromkeys("next_layer_regular is_causal".split(), (True,)),
         **dict.fromkeys("tie_word_embeddings use_mtp_layernorm".split(), (False,)),
     }
     harmless = frozenset({"has_lm_head", "parallel_draft_heads_num_layers"})
-    sections: ClassVar[Mapping[str, str]] = {"eagle_config": f"(?!{LAYER_IDS}).*", **ROPE_SECTIONS}
+    sections: ClassVar[Mapping[str, str]] = {"eagle_config": f"(?!{LAYER_IDS}).*", **llama_layer.ROPE_SECTIONS}
     ignored_tensors = frozenset({EMBEDDING})
     optional_tensors = frozenset({OUTPUT, "d2t", "t2d"})
     fixed = {
@@ -82,7 +75,7 @@ class Eagle3Format(Format):
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
         return {
-            **layer_config(head.base, head.config.rope_theta),
+            **llama_layer.layer_config(head.base, head.config.rope_theta),
             **super().config(head),
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
@@ -134,8 +127,8 @@ class Eagle3Format(Format):
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseParts) -> DraftHead:
         """Build the head; a layer that rotates without scaling, and unlike the base, keeps its own theta."""
-        theta, scaling = layer_rotation(checkpoint.config)
-        expected = layer_config(base)
+        theta, scaling = llama_layer.layer_rotation(checkpoint.config)
+        expected = llama_layer.layer_config(base)
         if scaling is None and (theta, None) != (expected["rope_theta"], expected["rope_scaling"]):
             checkpoint = checkpoint.updated(config={**checkpoint.config, OWN_THETA: theta})
         return super().attach(checkpoint, base)
@@ -159,7 +152,7 @@ class Eagle3Format(Format):
         return ids
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
-        require_same_layer(checkpoint, head.base, head.config.rope_theta)
+        llama_layer.require_same_layer(checkpoint, head.base, head.config.rope_theta)
         checkpoint.require_base_tensor(head.base, EMBEDDING, head.base.embedding)
 
 

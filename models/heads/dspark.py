@@ -37,13 +37,8 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.heads.parts.attention_layer import (
-    AnchorContext,
-    HeadDecoderLayer,
-    HeadRMSNorm,
-    Layer,
-    start_as_base,
-)
+from drafthead.models.heads.parts import attention_layer
+from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
@@ -138,7 +133,7 @@ class DSparkHead(DraftHead):
         with torch.no_grad():
             # Select the deepest of the states that are read.
             deepest = layers.index(max(layers))
-            start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
+            attention_layer.start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
             if self.slot_state is not None:
                 self.slot_state.weight.zero_()
         self.projections = self.lm_heads(0)

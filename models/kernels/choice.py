@@ -14,17 +14,10 @@ from torch import nn
 
 from drafthead.errors import UserError
 from drafthead.files.local import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
+from drafthead.models.kernels import linear
 from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
-from drafthead.models.kernels.linear import (
-    DRAFT_DTYPES,
-    MEASURED_ROWS,
-    Kernel,
-    KernelTable,
-    PrepackedLinear,
-    can_prepack,
-    packs_bfloat16,
-)
+from drafthead.models.kernels.linear import DRAFT_DTYPES, MEASURED_ROWS, Kernel, KernelTable, PrepackedLinear
 from drafthead.system.machine import hardware, versions
 
 WORTH_MEASURING = 2**23  # weights of the smallest base for which kernels are measured; others fit into the CPU's caches
@@ -41,7 +34,7 @@ Pass = Callable[[int], object]  # runs the base on this number of tokens (rows o
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    return sum(p.numel() for p in model.parameters() if can_prepack(p)) >= WORTH_MEASURING
+    return sum(p.numel() for p in model.parameters() if linear.can_prepack(p)) >= WORTH_MEASURING
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
@@ -126,7 +119,7 @@ def _fastest(
         return None
     inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]
     layer = max(inner or layers, key=lambda layer: layer.in_features * layer.out_features)
-    possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: skinny_library() is not None}
+    possible = {None: True, torch.bfloat16: linear.packs_bfloat16(), torch.int8: skinny_library() is not None}
     kernels = {dtype: layer.inference(dtype) for dtype in (None, *dtypes) if possible[dtype]}
     times: dict[torch.dtype | None, list[float]] = {dtype: [] for dtype in kernels}
     x = torch.ones(rows, layer.in_features)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafthead.models.kernels import private_apis
 from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
 from drafthead.models.kernels.huge_pages import use_huge_pages
 
@@ -175,7 +174,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def _onednn(operator: str) -> Any:
-    return private_apis.look_up(f"torch.ops.mkldnn.{operator}")
+    return getattr(torch.ops.mkldnn, operator, None)
 
 
 class DtypeLinear(nn.Module):

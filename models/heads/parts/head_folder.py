@@ -11,18 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.errors import UserError, one_line
+from drafthead.files import local
 from drafthead.files.hub import fetch, refuse_pickles
-from drafthead.files.local import (
-    check_header,
-    disk_errors,
-    file_digest,
-    new_file,
-    read_json,
-    safe_join,
-    same_base,
-    write_atomic,
-    write_json,
-)
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
 from drafthead.models.decoding.drafter import Drafter
@@ -57,7 +47,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
 
 def read_head_config(folder: Path) -> dict[str, Any]:
     """Return a saved head's ``config.json``, after a check of its keys, their types and its version."""
-    config = read_json(safe_join(folder, "config.json"))
+    config = local.read_json(local.safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if not isinstance(config, dict) or not set(types) <= set(config):
         what = f"{folder}/config.json is not a drafthead config, which has {sorted(types)}"
@@ -99,17 +89,17 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
     content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
     if drafter.batch_trees:
         content["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
-    write_json(folder / TREES, content)
+    local.write_json(folder / TREES, content)
 
 
 def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write ``model.safetensors``, ``config.json`` (``config``, the format's version and the weights' checksum) and the
     files of ``CUSTOM_GENERATE`` into a head's folder."""
-    with disk_errors("the head", folder):
-        with new_file(folder / "model.safetensors") as tmp_path:
+    with local.disk_errors("the head", folder):
+        with local.new_file(folder / "model.safetensors") as tmp_path:
             save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
-            checksum = file_digest(tmp_path)
-        write_json(folder / "config.json", {"format": FORMAT, **config, "weights_sha256": checksum})
+            checksum = local.file_digest(tmp_path)
+        local.write_json(folder / "config.json", {"format": FORMAT, **config, "weights_sha256": checksum})
         write_custom_generate(folder)
 
 
@@ -117,15 +107,15 @@ def write_custom_generate(folder: Path) -> None:
     """Write the files of ``CUSTOM_GENERATE`` into the existing ``folder``."""
     for name, text in CUSTOM_GENERATE.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        write_atomic(folder / name, text)
+        local.write_atomic(folder / name, text)
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
     """Set the trees and confidence threshold of ``drafter`` from ``tree.json``, if ``folder`` has one."""
-    path = safe_join(folder, TREES)
+    path = local.safe_join(folder, TREES)
     if not path.exists():
         return
-    content = read_json(path)
+    content = local.read_json(path)
     drafter.tree = _parse_tree(path, content, drafter.depth)
     batches = content.get("batches", {})
     if not isinstance(batches, dict) or not all(
@@ -143,7 +133,7 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
 
 def read_tree(path: Path, depth: int) -> TokenTree:
     """Return the tree for batch size 1 from the ``tree.json`` at ``path``; reject more than ``depth`` levels."""
-    return _parse_tree(path, read_json(safe_join(path.parent, path.name)), depth)
+    return _parse_tree(path, local.read_json(local.safe_join(path.parent, path.name)), depth)
 
 
 def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
@@ -167,12 +157,12 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
     """Return the tensors of ``model.safetensors``; reject non-finite numbers, and another sha256 than ``checksum``
     (None: an older config has none)."""
-    path = safe_join(folder, "model.safetensors")
+    path = local.safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [file.name for file in folder.iterdir()])
-    check_header(path)
+    local.check_header(path)
     try:
-        if checksum is not None and file_digest(path) != checksum:
+        if checksum is not None and local.file_digest(path) != checksum:
             raise SafetensorError("it does not have the checksum that config.json states")
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -219,7 +209,7 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseParts) -> None:
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         saved = trained.get(key)
-        if saved != actual[key] and not (key == "fingerprint" and same_base(str(saved), actual[key])):
+        if saved != actual[key] and not (key == "fingerprint" and local.same_base(str(saved), actual[key])):
             remedy = "give a head of this base, or the head's own base"
             if key == "fingerprint" and base.dtype == torch.float16:
                 # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.

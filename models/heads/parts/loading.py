@@ -13,16 +13,8 @@ from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, SWITCHES, Bas
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.text_model import LOAD_ERRORS, build, parameter_limit
+from drafthead.models.heads.parts import head_folder
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.head_folder import (
-    check_base,
-    check_parameters,
-    draft_ids,
-    read_head_config,
-    read_trees,
-    read_weights,
-    resolve_folder,
-)
 from drafthead.settings.schema import check
 
 PACKAGE = "drafthead.models.heads"
@@ -64,7 +56,7 @@ def load_head(
         revision: branch, tag or commit of the repository (None: its newest commit); a folder ignores it.
         device: device to load the base onto if ``base`` is None; None is the machine's accelerator, else the CPU.
     """
-    folder = resolve_folder(name, revision)
+    folder = head_folder.resolve_folder(name, revision)
     return _attached(folder, base) if base else load_base_and_head(folder, None, device)[1]
 
 
@@ -73,8 +65,8 @@ def load_base_and_head(
 ) -> tuple[BaseModel, DraftHead]:
     """Load a head and its base onto ``device``. If ``base`` names no base, load the base that the head was trained for;
     settings saved with the head then replace defaults."""
-    folder = resolve_folder(name)
-    trained = read_head_config(folder)["base"]
+    folder = head_folder.resolve_folder(name)
+    trained = head_folder.read_head_config(folder)["base"]
     config = base or BaseConfig()
     if not config.name and not config.random:
         config = _with_saved(config, folder, trained.get("recipe"))
@@ -109,16 +101,16 @@ def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
 
 def _attached(folder: Path, base: BaseParts) -> DraftHead:
     """Return the head in a folder in evaluation mode; reject bad files, and another base."""
-    config = read_head_config(folder)
-    check_base(folder, config["base"], base)
-    weights = read_weights(folder, config.get("weights_sha256"))
-    d2t = draft_ids(folder, config, weights, base.vocab_size)
+    config = head_folder.read_head_config(folder)
+    head_folder.check_base(folder, config["base"], base)
+    weights = head_folder.read_weights(folder, config.get("weights_sha256"))
+    d2t = head_folder.draft_ids(folder, config, weights, base.vocab_size)
     try:
         settings = parse_head({**config["settings"], "head_type": config["head_type"]})
     except UserError as error:
         raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
     bare = meta_base(base.model_config)
-    check_parameters(folder, lambda: settings.without_weights(bare).num_parameters(), weights)
+    head_folder.check_parameters(folder, lambda: settings.without_weights(bare).num_parameters(), weights)
     head = settings.build(base, d2t, start=False)
     try:
         missing, unexpected = head.load_state_dict(weights, strict=False)
@@ -128,7 +120,7 @@ def _attached(folder: Path, base: BaseParts) -> DraftHead:
     if missing or unexpected:
         what = f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}"
         raise UserError(f"{what}; copy both again")
-    read_trees(folder, head)
+    head_folder.read_trees(folder, head)
     return head.eval()
 
 
