@@ -94,6 +94,10 @@ class HiddenStates:
         return self.layers[..., index * width : (index + 1) * width]
 
 
+BaseHidden = HiddenStates | None
+"""The base's states at committed tokens, as ``Drafter.spec`` asks for; None without a base."""
+
+
 def pad_rows(rows: Sequence[HiddenStates]) -> HiddenStates:
     """Join hidden states of single rows ([1, T, ...], T varies) to one batch, padded with zeros."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)

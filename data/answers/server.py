@@ -160,10 +160,9 @@ class Server:
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
-            raise self._refusal(error, "the list of models") or UserError(
-                f"no completions server answers at {self.config.root} ({error_text(error, self._key)}); start it, such "
-                "as `vllm serve MODEL`, or correct data.answers.server.url"
-            ) from None
+            what = f"no completions server answers at {self.config.root} ({error_text(error, self._key)})"
+            remedy = "start it, such as `vllm serve MODEL`, or correct data.answers.server.url"
+            raise self._refusal(error, "the list of models") or UserError(f"{what}; {remedy}") from None
         except (ValueError, RecursionError):
             rows = []
         named = [r for r in rows if isinstance(getattr(r, "id", None), str)] if isinstance(rows, list) else []
@@ -190,9 +189,8 @@ class Server:
                 break
             if tried < tries:
                 await asyncio.sleep(0.5)
-        raise UserError(
-            f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server"
-        )
+        what = f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}"
+        raise UserError(f"{what}; {RESUMES}. Check the server")
 
     async def _note_status(self, response: Any) -> None:
         status = response.status_code
@@ -307,9 +305,8 @@ class ServerBackend:
     def _find_model(self) -> tuple[str, bool]:
         """Return the base's name on the server, and True if answers come as text. The server is asked only once."""
         if self._model is None:
-            model = check_server(
-                self.config, self.base, self.max_prompt_tokens + self.completions.sampler.max_new_tokens
-            )
+            longest = self.max_prompt_tokens + self.completions.sampler.max_new_tokens
+            model = check_server(self.config, self.base, longest)
             as_text = asyncio.run(self._gives_text(model))
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 what = f"the corpus was started with answers as {self._recorded['answers']}"

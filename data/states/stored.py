@@ -100,8 +100,7 @@ class StoredStates:
             what = f"a hidden state of {largest:.3g} does not fit {self._dtype_name}"
             limit = f"largest {torch.finfo(self._dtype).max:.3g}"
             raise UserError(f"{what} ({limit}); set base.dtype=bfloat16 to store hidden states in bfloat16")
-        rounded: npt.NDArray[np.int16] = stored.cpu().contiguous().view(torch.int16).numpy()
-        return rounded
+        return stored.cpu().contiguous().view(torch.int16).numpy()
 
     def _mark(self, documents: Sequence[int], checksums: Sequence[int]) -> None:
         with (self.folder / _MARKS).open("r+b") as file:

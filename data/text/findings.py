@@ -34,9 +34,8 @@ class Findings:
 
     def ignore(self, kind: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
         """Count names of ``entries`` that are not ``known`` and have a value; ``kind`` is "column" or "key"."""
-        self.unread.update(
-            f"{kind} {n!r}" for n, v in entries.items() if n not in known and v not in (None, "", [], {})
-        )
+        given = [name for name, value in entries.items() if value not in (None, "", [], {})]
+        self.unread.update(f"{kind} {name!r}" for name in given if name not in known)
 
     def raise_rejected(self) -> None:
         if self.rejected:

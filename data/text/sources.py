@@ -147,7 +147,8 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     elif source.kind == "text":
         texts = (readers.read_text(path) for path in files_of(source))
     else:
-        texts = (as_text(*value) for value in _values(source, stream=max_characters is not None))
+        rows = iter_rows(source, stream=max_characters is not None)
+        texts = (as_text(*column_value(row, source, where)) for row, where in rows)
     texts = islice((text for text in texts if text.strip()), source.limit)
     return texts if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(texts, max_characters)
 
@@ -311,11 +312,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
-    for row, where in iter_rows(source, stream):
-        yield column_value(row, source, where)
 
 
 def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:

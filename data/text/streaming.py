@@ -206,7 +206,6 @@ class _Shard:
             for old in sorted(self._positions)[1:-KEPT_POSITIONS]:
                 del self._positions[old]
             with _WRITING:
-                write_checksummed_json(
-                    self.path, {str(number): state for number, state in sorted(self._positions.items())}
-                )
+                positions = {str(number): state for number, state in sorted(self._positions.items())}
+                write_checksummed_json(self.path, positions)
         return Documents.of(documents), rows

@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
@@ -16,18 +17,7 @@ from enum import Enum
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import pydantic.dataclasses
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -38,7 +28,7 @@ from drafthead.errors import UserError
 T = TypeVar("T")
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+@typing.dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def settings(**options: Any) -> Callable[[type[T]], type[T]]:
     """Return a decorator that makes a class a ``dataclass(**options)`` that raises ``UserError`` for bad values."""
 
@@ -178,7 +168,7 @@ def is_settings(kind: Any) -> bool:
 
 
 def is_optional(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
+    return get_origin(kind) in (typing.Union, UnionType) and type(None) in get_args(kind)
 
 
 def without_none(kind: Any) -> Any:
@@ -195,7 +185,7 @@ def _container(kind: Any) -> Any:
 
 @cache
 def types_of(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def default_of(f: dataclasses.Field[Any]) -> Any:

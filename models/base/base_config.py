@@ -173,18 +173,15 @@ def could_not_load(name: str, error: Exception) -> str:
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
         return f"{name} is an adapter; set base.adapter to it, and base.name to the base it was trained on"
     if Path(name).is_dir():
-        return (
-            f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
-            "transformers' save_pretrained wrote (config.json and safetensors)"
-        )
+        what = "It must be a folder that transformers' save_pretrained wrote (config.json and safetensors)"
+        return f"the base model in {name} could not be loaded: {_first_line(error)} {what}"
     exists = Path(name).exists()
     if exists or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         what = "that is a file" if exists else "there is no such folder"
         return f"no base model at {name}: {what}; correct base.name, a folder or a Hub id (user/name)"
-    return (
-        f"base model {name!r} is not a local folder and could not be fetched: {_first_line(error)} Use a local folder "
-        "(base.name=/path). Log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
-    )
+    what = f"base model {name!r} is not a local folder and could not be fetched: {_first_line(error)}"
+    how = "Log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
+    return f"{what} Use a local folder (base.name=/path). {how}"
 
 
 def _first_line(error: Exception) -> str:
@@ -380,10 +377,8 @@ def build_empty(config: BaseConfig, settings: PreTrainedConfig, **options: Any) 
 def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:
     """Reject a config that describes a far larger model than the weights in ``files``."""
     size = sum(path.stat().st_size for path in files)
-    too_large = UserError(
-        f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model; copy or "
-        "download it again"
-    )
+    what = f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model"
+    too_large = UserError(f"{what}; copy or download it again")
     return text_model.parameter_limit(PARAMETERS_PER_BYTE * size + text_model.EXTRA_PARAMETERS, too_large)
 
 

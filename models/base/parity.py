@@ -10,23 +10,21 @@ Shape legend: R rows, T tokens, N tree nodes, D width, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError, one_line
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.windows import Windows, shortened, windows_of
-from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.base.windows import shortened, windows_of
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.cache.layers import LayerShape, shape_of
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import CACHE, other_base
-from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.models.token_tree import TokenTree
 
 WINDOW = 8  # largest size of a sliding window during the check, in positions
 PREFIX, LENGTH = 12, 16  # tokens before the tree, and of a whole sequence
@@ -38,34 +36,7 @@ HALF_TOLERANCE = 0.25
 of tokens differ by about 0.1."""
 READING, DENSE = "reading", "dense masks of packed rows"
 PASSED: set[tuple[str, ...]] = set()
-
-
-class Base(Protocol):
-    """A ``BaseModel``, whose module imports this one."""
-
-    model: Any
-    config: BaseConfig
-    name: str
-    vocab_size: int
-    num_layers: int
-    max_context: int
-    dtype: torch.dtype
-    rounding_dtype: torch.dtype
-    device: torch.device
-    windows: Windows | None
-    dense_masks: bool
-    cache_shape: CacheShape
-    output_layer: Any
-    lm_head: LMHead
-    stock_results: "StockResults | None"
-
-    def forward(self, tokens_BT: Tensor, cache: TreeCache) -> HiddenStates: ...
-
-    def verify_logits(self, tokens_BN: Tensor, shape: TreeShape, cache: TreeCache) -> tuple[HiddenStates, Tensor]: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates: ...
+Base = Any  # a ``BaseModel``, whose module imports this one
 
 
 @dataclass(frozen=True)

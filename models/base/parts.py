@@ -19,8 +19,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import logit_scale, stock_pass
 from drafthead.models.base.structure import attention_sizes, llama_like, without_layers
 from drafthead.models.base.text_model import text_config
-from drafthead.models.cache.cache_shape import CacheShape
-from drafthead.models.cache.layers import KeyValueShape
+from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.models.kernels.private_apis import other_base
 from drafthead.system.devices import device_of, graphs_of
@@ -114,9 +113,8 @@ class BaseParts:
         """Return the output head with the scale that gives the stock ``logits`` [1, T, V] of ``final`` states."""
         with torch.inference_mode():
             product = self.output_layer(final)
-        return replace(
-            self.lm_head, scale=logit_scale(self.model_config, self.lm_head, product, logits, self.rounding_dtype)
-        )
+        scale = logit_scale(self.model_config, self.lm_head, product, logits, self.rounding_dtype)
+        return replace(self.lm_head, scale=scale)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -132,8 +130,7 @@ class BaseParts:
     @property
     def embedding(self) -> Tensor:
         """Input embedding table [V, D]."""
-        table: Tensor = self.input_embeddings.weight
-        return table
+        return self.input_embeddings.weight
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from drafthead.errors import UserError
-from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.layers import CacheShape
 from drafthead.models.kernels.private_apis import other_base
 
 OTHER_HEAD = "choose a head that does not run them (medusa, hydra, mlp_speculator)"

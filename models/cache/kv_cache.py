@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from drafthead.errors import UserError
-from drafthead.models.cache.cache_shape import CacheShape
-from drafthead.models.cache.layers import FullLayers, Layers, Pass, Row, SlidingLayers
+from drafthead.models.cache.layers import CacheShape, FullLayers, Layers, Pass, Row, SlidingLayers
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import on_device
 

@@ -1,4 +1,5 @@
-"""Kinds of cache layers. Only they know what a layer keeps, and where; ``TreeCache`` counts positions and asks them.
+"""The shape of a cache, and its kinds of layers. Only they know what a layer keeps, and where; ``TreeCache`` counts
+positions and asks them.
 
 A cache has one ``Layers`` object for all of its layers of a kind. Attention keeps keys and values: of every position
 (``FullLayers``), or of the latest ones (``SlidingLayers``). Another kind needs a ``LayerShape`` and a ``Layers``. A
@@ -15,6 +16,7 @@ longest row, with pending and new tokens), E head width, L layers of a stack.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -146,6 +148,55 @@ class KeyValueShape(LayerShape):
         return replace(self, sliding=sliding)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """Number, shapes, dtype and device of the layers that a cache holds."""
+
+    layers: tuple[LayerShape | None, ...]  # None: a layer without a cache
+    dtype: torch.dtype
+    device: torch.device
+
+    def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
+        """Return this shape, but with only the latest positions in sliding-window layers; self if that saves nothing.
+
+        ``windows`` has the number of positions that a query sees in each layer (0: all), and ``capacity`` is the number
+        of positions in other layers. ``room`` is the largest number of pending nodes. ``surplus`` positions accumulate
+        before a drop (None: as many as the largest window).
+        """
+        window = max(windows)
+        held = window + room + (window if surplus is None else surplus)
+        if held >= capacity or len(windows) != len(self.layers):
+            return self
+        sliding = Sliding(window, room, held)
+        pairs = zip(self.layers, windows, strict=True)
+        return replace(self, layers=tuple(shape.trimmed(sliding) if shape and size else shape for shape, size in pairs))
+
+    @cached_property
+    def _kinds(self) -> dict[object, list[LayerShape]]:
+        kinds: dict[object, list[LayerShape]] = {}
+        for shape in filter(None, self.layers):
+            kinds.setdefault(shape.kind, []).append(shape)
+        return kinds
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int] | None, ...]:
+        """For each layer, the index of its kind's ``Layers`` object in ``new``, and the layer's number in it."""
+        kinds, numbers = list(self._kinds), [iter(range(len(shapes))) for shapes in self._kinds.values()]
+        indices = (None if shape is None else kinds.index(shape.kind) for shape in self.layers)
+        return tuple(None if kind is None else (kind, next(numbers[kind])) for kind in indices)
+
+    def new(self, rows: list[Row], capacity: int) -> list[Layers]:
+        """Return empty layers, one object per kind, for ``rows`` of up to ``capacity`` positions."""
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        return [shapes[0].new(shapes, rows, capacity, zeros) for shapes in self._kinds.values()]
+
+    def nbytes(self, capacity: int) -> int:  # of one row
+        return sum(kind.nbytes for kind in replace(self, device=torch.device("meta")).new([Row()], capacity))
+
+    def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
+        return replace(self, layers=tuple(self.layers[n] for n in layers), dtype=dtype)
+
+
 def shape_of(stock: Any) -> LayerShape | None:
     """Return the shape of a layer of transformers' cache after a pass; None: the model does not use it."""
     if not stock.is_initialized:
@@ -163,6 +214,7 @@ class FullLayers(Layers):
         """Use ``stacks`` [L, B, H, C, E] for ``rows``: keys and values of each size, by its first layer. ``skipped``
         committed positions have no memory: position p is at index p - ``skipped``."""
         self.shapes, self.stacks, self.rows, self.skipped = list(shapes), list(stacks), rows, skipped
+        self._sizes: Any = shapes[0].sliding  # None unless these are ``SlidingLayers``
         sizes = list(dict.fromkeys(self.shapes))
         parts = [iter(zip(*(s.unbind(0) for s in stacks[2 * n : 2 * n + 2]), strict=True)) for n in range(len(sizes))]
         self._parts: list[tuple[Tensor, Tensor]] = [next(parts[sizes.index(shape)]) for shape in self.shapes]
@@ -252,13 +304,6 @@ class FullLayers(Layers):
 class SlidingLayers(FullLayers):
     """Sliding-window layers, which drop the positions that no later query sees. They drop at a commit, if a tree of
     ``room`` nodes would not fit any more. Until then, positions accumulate, because each drop copies a whole window."""
-
-    def __init__(
-        self, shapes: Sequence[KeyValueShape], stacks: Sequence[Tensor], rows: list[Row], skipped: int = 0
-    ) -> None:
-        super().__init__(shapes, stacks, rows, skipped)
-        assert shapes[0].sliding is not None
-        self._sizes = shapes[0].sliding
 
     def start(self, row: Row) -> int:
         return row.dropped

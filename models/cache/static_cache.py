@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import FullLayers, Layers, Row
+from drafthead.models.cache.layers import CacheShape, FullLayers, Layers, Row
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape

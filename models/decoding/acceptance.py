@@ -141,9 +141,8 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         node = torch.where(active, chosen, 0)
         path.append(node)
     nodes = torch.stack(path[: len(probs)], 1)
-    return Acceptance(
-        nodes=nodes, accepted=(nodes != 0).sum(1), bonus=bonus, probs=torch.stack(probs, 1) if return_probs else None
-    )
+    joined = torch.stack(probs, 1) if return_probs else None
+    return Acceptance(nodes=nodes, accepted=(nodes != 0).sum(1), bonus=bonus, probs=joined)
 
 
 def speculative(

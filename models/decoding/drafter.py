@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec
+from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.random_source import RandomSource
@@ -164,9 +164,7 @@ class SessionPart(ABC):
         return sys.maxsize
 
     @abstractmethod
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         """Add committed tokens that the base has read: the prompts, then each step's root and accepted drafts.
 
         Args:

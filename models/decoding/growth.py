@@ -80,18 +80,17 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary
             ranks = [min(tree.ranks[n], vocabulary - 1) for n in nodes]
         width = max(ranks) + 1
         inner = [index for index, n in enumerate(nodes) if n in tree.parents]
-        levels.append(
-            TreeLevel(
-                nodes=tensor(nodes),
-                parents=tensor(parents),
-                width=width,
-                taken=tensor([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
-                taken_shared=tensor(ranks),
-                inner=tensor(inner),
-                above=tensor([parents[index] for index in inner]),
-                slots=tensor(slots),
-            )
+        level = TreeLevel(
+            nodes=tensor(nodes),
+            parents=tensor(parents),
+            width=width,
+            taken=tensor([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
+            taken_shared=tensor(ranks),
+            inner=tensor(inner),
+            above=tensor([parents[index] for index in inner]),
+            slots=tensor(slots),
         )
+        levels.append(level)
         frontier = [nodes[index] for index in inner]
     return tuple(levels)
 
@@ -205,9 +204,8 @@ def grow(
     if not probs:
         return proposal
     prob_index = _drawn_from(probs, tree, slots)[None, nodes, None].expand(1, -1, shape.children.shape[2])
-    return replace(
-        proposal, draft_sampling=draft_config.draft_sampling, probs=torch.cat(probs, 1), prob_index=prob_index
-    )
+    kind, joined = draft_config.draft_sampling, torch.cat(probs, 1)
+    return replace(proposal, draft_sampling=kind, probs=joined, prob_index=prob_index)
 
 
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:

@@ -200,19 +200,14 @@ def decode_batch(
     drafter: Drafter | None,
     prompts: Sequence[list[int]],
     *,
-    max_new_tokens: int,
-    draft_config: DraftConfig | None = None,
-    sampler: TargetSampler = GREEDY,
-    rule: AcceptanceRule = EXACT,
     seeds: Sequence[int] | None = None,
     on_tokens: Sequence[OnTokens] | None = None,
     ignore_eos: bool = False,
-    timed: bool = False,
-    batch_size: int | None = None,
+    **options: Any,
 ) -> list[DecodeResult]:
     """Decode ``prompts`` of token ids, up to ``batch_size`` (default: all) at once; results have their order.
 
-    Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and ``on_tokens`` have an
+    Most options are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and ``on_tokens`` have an
     entry per prompt. ``ignore_eos``: continue to ``max_new_tokens``, to time a fixed length. ``timed``: wait for the
     device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
 
@@ -227,19 +222,8 @@ def decode_batch(
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         what = "decode_batch needs prompts, and as many seeds and on_tokens"
         raise UserError(f"{what}; got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions")
-    loop = prepare(
-        base,
-        drafter,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        draft_config=draft_config,
-        sampler=sampler,
-        rule=rule,
-        eos_ids=frozenset() if ignore_eos else base.eos_ids,
-        with_entropy=True,
-        timed=timed,
-        batch_size=batch_size,
-    )
+    eos_ids = frozenset[int]() if ignore_eos else base.eos_ids
+    loop = prepare(base, drafter, prompts, eos_ids=eos_ids, with_entropy=True, **options)
     rows = [
         DecodingSequence(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
         for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
@@ -262,7 +246,9 @@ def prepare(
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    draft_config: DraftConfig | None,
+    draft_config: DraftConfig | None = None,
+    sampler: TargetSampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
     batch_size: int | None = None,
     name: str = "prompt {} of the batch",
     **settings: Any,
@@ -282,11 +268,11 @@ def prepare(
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
         what = f"an adaptive draft length needs one prompt at a time, got {rows}"
         raise UserError(f"{what}; set batch_size=1 or draft_config.adaptive=None")
-    check_drafter(base, drafter, draft_config, settings["rule"])
+    check_drafter(base, drafter, draft_config, rule)
     return DecodeLoop(
         base=base,
         drafter=drafter,
-        config=DecodeConfig(draft_config=draft_config, **settings),
+        config=DecodeConfig(draft_config=draft_config, sampler=sampler, rule=rule, **settings),
         max_new_tokens=max_new_tokens,
         batch_size=rows,
         capacity=max(map(len, prompts)) + max_new_tokens,

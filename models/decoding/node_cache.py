@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
+from drafthead.data.batch import BaseHidden
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
@@ -276,9 +276,7 @@ class LMSession(StepwiseSession):
     def room(self) -> int:
         return self.context.model.max_context - max(self.lengths) - 1
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         slots, self._slots = self._slots, None
         if nodes is not None and slots is not None:
             drafted = slots.expand(len(nodes), -1).gather(1, nodes.clamp(min=0))

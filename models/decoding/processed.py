@@ -125,9 +125,8 @@ def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: O
     if not config.do_sample and not processors:
         return Sampler()
     sampler = ProcessedSampler(processors, prompts, [0], 0, config.do_sample)
-    sampler.description = ", ".join(
-        changed_settings(config, (*(WARPERS.values() if config.do_sample else ()), *CHANGE_TEXT))
-    )
+    keys = (*(WARPERS.values() if config.do_sample else ()), *CHANGE_TEXT)
+    sampler.description = ", ".join(changed_settings(config, keys))
     return sampler
 
 
@@ -170,6 +169,4 @@ def _sizes(processor: Any) -> dict[str, object]:
     """Return a processor's attributes that are numbers, strings or None, and the lengths of its containers."""
     attributes = getattr(processor, "__dict__", {})
     plain = {key: value for key, value in attributes.items() if isinstance(value, bool | int | float | str | None)}
-    return plain | {
-        k: len(value) for k, value in attributes.items() if isinstance(value, list | dict | set | bytearray)
-    }
+    return plain | {k: len(v) for k, v in attributes.items() if isinstance(v, list | dict | set | bytearray)}

@@ -144,9 +144,8 @@ class FastTopP(logits_process.TopPLogitsWarper):  # type: ignore[misc]
         values, ids = scores.topk(HEAD)
         probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
         before = probs.cumsum(-1) - probs
-        nucleus = torch.full_like(scores, -torch.inf).scatter(
-            -1, ids, values.masked_fill(before >= self.top_p, -torch.inf)
-        )
+        kept = values.masked_fill(before >= self.top_p, -torch.inf)
+        nucleus = torch.full_like(scores, -torch.inf).scatter(-1, ids, kept)
         if (wide := before[:, -1] < self.top_p).any():
             nucleus[wide] = super().__call__(input_ids, scores[wide])
         return nucleus

@@ -239,9 +239,8 @@ class DecodeState:
         started = perf_counter()
         proposal = self._draft(seeds, positions, depth)
         drafted = self._time()
-        hidden, logits = self.base.verify_logits(
-            proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
-        )
+        tree = proposal.tokens, proposal.shape
+        hidden, logits = self.base.verify_logits(*tree, self.cache, self.spec, proposal.partial_forward)
         choices = logits.argmax(-1) if self.config.greedy else None
         verified = self._time()
         acceptance = self._accept(proposal, logits, choices, seeds, positions)

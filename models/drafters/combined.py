@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec
+from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec
 from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
@@ -35,8 +35,6 @@ class CompositeDrafter(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
         """``kind`` names the combination in error messages, such as "a relay"."""
-        if len(drafters) < 2:
-            raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
         if len(bases) > 1:
             raise UserError(f"the drafters of {kind} were loaded for different bases; load them all on one base")
@@ -66,9 +64,7 @@ class CompositeSession(Session):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return self.sessions[0].lengths
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         spec = self.drafter.spec
         for part, session in zip(self.drafter.drafters, self.sessions, strict=True):
             hidden = base_hidden
@@ -119,8 +115,6 @@ class CombinedDrafter(CompositeDrafter):
         chain over all its positions. ``names`` are for reports."""
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
-        if len(self.trees) != len(self.drafters):
-            raise UserError(f"{len(self.drafters)} combined drafters need as many trees, got {len(self.trees)}")
         if nodes is not None and nodes < 2:
             raise UserError(f"a combined tree needs at least 2 nodes (the root and one draft), got {nodes}")
         self.nodes, self.depth = nodes, max(drafter.depth for drafter in drafters)
@@ -161,9 +155,8 @@ class CombinedSession(CompositeSession):
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         drafter = self.drafter
-        (head, head_config, session), *others = zip(
-            drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True
-        )
+        parts = zip(drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True)
+        (head, head_config, session), *others = parts
         proposals = [other.draft(last_token, config.truncate(part.depth), rng) for part, config, other in others]
         # A device's trees have their full size, padding included, which would leave the head no room.
         limited = is_host(last_token.device)

@@ -23,7 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import EXACT, DecodingSequence, prepare
+from drafthead.models.decoding.loop import DecodingSequence, prepare
 from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
 from drafthead.models.decoding.sampling import Sampler, TargetSampler
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -190,7 +190,6 @@ class Replay:
             draft_config=draft_config,
             name="row {} of input_ids",
             sampler=sampler,
-            rule=EXACT,
             eos_ids=self.eos_ids,
         )
         loop.record_steps, loop.keep_logits = False, self.scores is not None or self.logits is not None

@@ -17,8 +17,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
-from drafthead.errors import UserError
+from drafthead.data.batch import BaseHidden
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.growth import root_only
@@ -73,20 +72,13 @@ class PromptLookup(Drafter):
         tokens of the latest answers and their prompts are searched too. ``per_match`` is the largest number of drafts
         per token of a match.
         """
-        counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise UserError(f"prompt lookup needs {name} of at least 1, got {value}")
-        if memory < 0:
-            raise UserError(f"prompt lookup needs a memory of at least 0 tokens, got {memory}")
         self.memory = memory
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)
         self.max_ngram, self.matches, self.per_match = max_ngram, matches, per_match
         self.depth = num_tokens
-        self.tree = TokenTree.from_paths(
-            [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
-        )
+        paths = [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
+        self.tree = TokenTree.from_paths(paths)
 
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
@@ -157,9 +149,7 @@ class LookupSession(Session):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return self._text.lengths
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         self._text = self._text.append(tokens, counts)
         self._drafter.to(tokens.device)
 

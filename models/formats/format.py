@@ -241,10 +241,11 @@ class Format:
             return
         spread = [1, count // 2, count - 1] if count > 3 else [1]
         instead = "null" if joins(default) else str(spread).replace(" ", "")
-        what = (
-            f"it reads the layers {list(layers)}, and engines join layers in ascending order, out of 1 to {count - 1}"
+        what = f"it reads the layers {list(layers)}, and engines join layers in ascending order"
+        yield (
+            f"{what}, out of 1 to {count - 1}",
+            f"head.layers={instead}" if count > 1 else "a base with at least two layers",
         )
-        yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
         """Reject a checkpoint for a base with other values than those that ``head`` takes, such as the rotation."""

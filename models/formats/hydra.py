@@ -45,9 +45,7 @@ class HydraFormat(Format):
         "grounded_heads": (True,),
         "hidden_state_offset": (0,),
     }
-    fixed = {
-        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and heads of this format do not")
-    }
+    fixed = {"unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and the format's heads do not")}
     # Files spell the prefix layer's name in several ways; only what follows it is fixed.
     aliases = {r"^(?!hydra_mlp\.|hydra_lm_head\.).*?(?=layers\.0\.|norm\.weight$)": PREFIX}
     left_out = rf"{Format.left_out}|embed_tokens\.weight$"

@@ -35,9 +35,7 @@ class MedusaFormat(Format):
     harmless = frozenset({"version", "hidden_size", "vocab_size", "max_paths", "topk", "max_seq_len"})
     sizes: ClassVar[Mapping[str, str]] = {}
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
-    fixed = {
-        "reads_last_token": Fixed(False, "its heads read the last token's embedding, and those of the format do not")
-    }
+    fixed = {"reads_last_token": Fixed(False, "its heads read the last token's embedding, and the format's do not")}
     vocabulary_advice: ClassVar[str | None] = f"{Format.vocabulary_advice} or to=vllm_medusa"
 
     def unsupported(self, head: MedusaHead) -> Unsupported:

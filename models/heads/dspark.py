@@ -117,14 +117,12 @@ class DSparkHead(DraftHead):
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
         self.first_slot = int(not config.anchor_predicts)  # index of the slot that drafts the first token
-        width, count = base.hidden_size, config.num_layers
+        width, count, inner = base.hidden_size, config.num_layers, config.intermediate_size
         layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
         self.spec = HiddenStatesSpec(layers=layers)
         self.fc = nn.Linear(len(layers) * width, width, bias=False, device=base.device)
         self.hidden_norm = HeadRMSNorm(base)
-        self.layers = nn.ModuleList(
-            HeadDecoderLayer(base, config.intermediate_size, qk_norm=True, layer_idx=n) for n in range(count)
-        )
+        self.layers = nn.ModuleList(HeadDecoderLayer(base, inner, qk_norm=True, layer_idx=n) for n in range(count))
         self.norm = HeadRMSNorm(base)
         self.slot_state: nn.Linear | None = None
         if config.reads_state:
@@ -155,8 +153,7 @@ class DSparkHead(DraftHead):
 
     def fuse(self, states: Tensor) -> Tensor:
         """Map the base's concatenated states to the context: [..., layers * D] -> [..., D]."""
-        context: Tensor = self.hidden_norm(self.fc(states.to(reads_in(self.fc))))
-        return context
+        return cast(Tensor, self.hidden_norm(self.fc(states.to(reads_in(self.fc)))))
 
     def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the first layer's inputs at the P slots of blocks, [..., P, D]. ``first_tokens`` [...] int64 are the
@@ -239,8 +236,7 @@ class DSparkSession(HeadSession):
         head = self.inference_head
         slots = head.block(last_token, hidden)
         out = self.context.read_block(slots, head.seen_slots(slots.device)[None], head.decoder_layers)
-        normed: Tensor = head.norm(out[:, head.first_slot : head.first_slot + depth])
-        return normed
+        return cast(Tensor, head.norm(out[:, head.first_slot : head.first_slot + depth]))
 
     def draft_sinks(self) -> Tensor:
         return self._inputs

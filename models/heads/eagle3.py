@@ -26,7 +26,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
@@ -47,8 +47,8 @@ class EagleLayer(HeadDecoderLayer):
     zero. Weights have the names of published checkpoints."""
 
     def __init__(self, base: BaseParts, config: "Eagle3Config") -> None:
-        width, theta = 2 * base.hidden_size, config.rope_theta
-        super().__init__(base, config.intermediate_size, config.qk_norm, input_width=width, rope_theta=theta)
+        attention = {"input_width": 2 * base.hidden_size, "qk_norm": config.qk_norm, "rope_theta": config.rope_theta}
+        super().__init__(base, config.intermediate_size, **attention)
         self.hidden_norm = HeadRMSNorm(base)
         self.norm_before_residual = config.norm_before_residual
 
@@ -136,14 +136,9 @@ class Eagle3Head(DraftHead):
         self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(fused)) if config.fc_norm else None
         self.fc = nn.Linear(fused * width, width, bias=False, device=base.device)
         self.midlayer = EagleLayer(base, config)
-        self.layers = nn.ModuleDict(
-            {
-                str(n): HeadDecoderLayer(
-                    base, config.intermediate_size, config.qk_norm, layer_idx=n, rope_theta=config.rope_theta
-                )
-                for n in range(1, config.num_layers)
-            }
-        )
+        self.layers, inner, theta = nn.ModuleDict(), config.intermediate_size, config.rope_theta
+        for n in range(1, config.num_layers):
+            self.layers[str(n)] = HeadDecoderLayer(base, inner, qk_norm=config.qk_norm, layer_idx=n, rope_theta=theta)
         if config.parallel:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, fused * width, device=base.device))
         self.norm = HeadRMSNorm(base)
@@ -176,8 +171,7 @@ class Eagle3Head(DraftHead):
         if self.fc_norm is not None:
             chunks = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
-        fused: Tensor = self.fc(states)
-        return fused
+        return cast(Tensor, self.fc(states))
 
     def masked(self, count: int) -> Tensor:
         """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D]. All are equal: the
@@ -260,9 +254,7 @@ class EagleContext(LayerCache):
         embedding of the tree's root."""
         self._is_empty = [True] * rows
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         head = self._head
         assert base_hidden is not None
         fused = map_active(lambda states: head.fuse(head._layer_states(states)), base_hidden, counts)
@@ -304,10 +296,8 @@ class EagleSession(HeadSession):
         head = self.inference_head
         root = torch.cat([head.embed(last_token), hidden], -1)[:, None]
         masked = head.masked(depth - 1).expand(len(last_token), -1, -1)
-        normed: Tensor = head.norm(self.context.start(torch.cat([root, masked], 1)))
-        return normed
+        return cast(Tensor, head.norm(self.context.start(torch.cat([root, masked], 1))))
 
     def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
         lm_head = self.inference_head.lm_head
-        logits: Tensor = super().draft_logits(x, k) if lm_head is None else lm_head(x)
-        return logits
+        return cast(Tensor, super().draft_logits(x, k) if lm_head is None else lm_head(x))

@@ -117,9 +117,8 @@ class HydraHead(DraftHead):
     def __init__(self, config: HydraConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.prefix = PrefixLayer(base) if config.prefix_layer else None
-        self.blocks = nn.ModuleList(
-            HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_draft_tokens)
-        ).to(base.device)
+        blocks = (HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_draft_tokens))
+        self.blocks = nn.ModuleList(blocks).to(base.device)
         first = self.target_lm_head
         if config.projection_bias:
             # The bias is one more column of the weight, whose input is always 1.
@@ -143,8 +142,7 @@ class HydraHead(DraftHead):
         if self.prefix is None:
             return final
         # Hidden states that were not stored are NaN, and NaN times a zero weight is still NaN.
-        prefixed: Tensor = self.prefix(final.nan_to_num(), batch.position_ids, draft_targets.mask)
-        return prefixed
+        return cast(Tensor, self.prefix(final.nan_to_num(), batch.position_ids, draft_targets.mask))
 
 
 class HydraPlusSession(HeadSession):

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
@@ -47,9 +47,7 @@ class ExitStates(SessionPart):
         self._level = self._count = 0  # number of the first node of the last level; nodes read so far
         self._is_static = isinstance(draft_config.tree, TokenTree)
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         pass
 
     def select(self, rows: list[int]) -> None:

@@ -92,10 +92,9 @@ class MedusaHead(DraftHead):
 
     def __init__(self, config: MedusaConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self.blocks = nn.ModuleList(
-            Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
-            for _ in range(config.num_draft_tokens)
-        ).to(base.device)
+        arguments = base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks
+        blocks = (Blocks(*arguments) for _ in range(config.num_draft_tokens))
+        self.blocks = nn.ModuleList(blocks).to(base.device)
         self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0)
         self._packed_heads = 0
 

@@ -77,9 +77,8 @@ class RNNCells(nn.Module):
         super().__init__()
         stages = 1 if tied else positions
         self.emb = nn.ModuleList(embed() for _ in range(stages))
-        self.proj = nn.ModuleList(
-            nn.Linear(width if i else hidden_size, width, bias=False) for i in range(2 if tied else positions)
-        )
+        sizes = [hidden_size, *[width] * ((2 if tied else positions) - 1)]
+        self.proj = nn.ModuleList(nn.Linear(size, width, bias=False) for size in sizes)
         self.ln = nn.ModuleList(ScaledShiftedRMSNorm(width) for _ in range(stages))
         self._weight = embedding_weight(positions, width)
         _start(self, lambda shape: 1 / math.sqrt(width))

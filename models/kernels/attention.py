@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,23 @@ from drafthead.models.kernels.private_apis import other_base
 NAME = "drafthead"
 # Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window.
 HARMLESS = frozenset(
-    (
-        *("sliding_window", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
-    )
+    "sliding_window position_ids cache_position use_cache return_dict logits_to_keep output_attentions "
+    "output_hidden_states output_router_logits".split()
 )
 _no_varlen: set[torch.device] = set()  # devices on which the kernel for documents of different lengths has failed
 _captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
+
+
+class Options(NamedTuple):
+    """Arguments of ``grouped_sdpa``, which describes them; ``sinks`` is its ``s_aux``."""
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+
+PLAIN = Options()
 
 
 @contextmanager
@@ -83,24 +93,15 @@ def grouped_sdpa(
         raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; {other_base()}")
     if (queries := _captured.get()) is not None:
         queries.append(query)
-    options = dropout, scaling, s_aux, softcap
+    options = Options(dropout, scaling, s_aux, softcap)
     if isinstance(attention_mask, PackedMask):
-        return packed_attention(query, key, value, attention_mask, *options).transpose(1, 2), None
-    return _attend(query, key, value, attention_mask, *options).transpose(1, 2), None
+        return packed_attention(query, key, value, attention_mask, options).transpose(1, 2), None
+    return _attend(query, key, value, attention_mask, options).transpose(1, 2), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:  # [B, H, T, F]
-    if sinks is not None or softcap is not None:
-        return _explicit(query, key, value, mask, dropout, scaling, sinks, softcap)
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:  # [B, H, T, F]
+    if options.sinks is not None or options.softcap is not None:
+        return _explicit(query, key, value, mask, options)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
         # CUDA's fused kernels take grouped heads only without a mask. Copying is cheaper than their fallback.
@@ -111,36 +112,27 @@ def _attend(
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=options.dropout,
         is_causal=mask is None and query.shape[2] > 1,
-        scale=scaling,
+        scale=options.scaling,
         enable_gqa=grouped,
     )
 
 
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: PackedMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, options: Options = PLAIN) -> Tensor:
     """Return the attention [B, H, T, F] of packed rows, span by span, or by one kernel for all documents. The arguments
     are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens."""
     shape = query.shape[0], query.shape[2]
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [N, heads, width]
-    plain = not dropout and sinks is None and softcap is None
-    out = _varlen(query, key, value, mask, scaling) if plain else None
+    plain = not options.dropout and options.sinks is None and options.softcap is None
+    out = _varlen(query, key, value, mask, options.scaling) if plain else None
     if out is None:
         outputs = [] if mask.spans() else [query]
         for span in mask.spans():
             parts = query[span.queries], key[span.keys], value[span.keys]
             q, k, v = (states.transpose(0, 1)[None] for states in parts)
             seen = None if span.causal else span.seen[None, None]
-            outputs.append(_attend(q, k, v, seen, dropout, scaling, sinks, softcap)[0].transpose(0, 1))
+            outputs.append(_attend(q, k, v, seen, options)[0].transpose(0, 1))
         out = torch.cat(outputs)
     return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 
@@ -171,17 +163,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scaling
         return None
 
 
-def _explicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
+def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
     """Compute ``grouped_sdpa`` as [B, H, T, F] from explicit scores, one block of queries at a time."""
+    dropout, scaling, sinks, softcap = options
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     positions = torch.arange(keys, device=query.device)

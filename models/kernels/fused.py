@@ -7,7 +7,7 @@ up to float32 rounding. Heads that have decoder layers draft with them too.
 Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,7 @@ class FusedRMSNorm(nn.Module):
         if not self._by_length:
             return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        out: Tensor = (x * self._weight).div_(length.hypot_(self._floor))
-        return out
+        return (x * self._weight).div_(length.hypot_(self._floor))
 
 
 class FusedMLP(nn.Module):
@@ -52,8 +51,7 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
-        out: Tensor = self._down(self._act(gate) * up)
-        return out
+        return cast(Tensor, self._down(self._act(gate) * up))
 
 
 class FusedAttention(nn.Module):

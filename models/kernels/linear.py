@@ -140,8 +140,7 @@ class PrepackedLinear(nn.Module):
 
     def dense(self) -> Tensor:
         if self._packed is not None:
-            dense: Tensor = self._packed.to_dense()
-            return dense
+            return self._packed.to_dense()
         assert self._compiled is not None
         return self._compiled.dense()
 

@@ -31,8 +31,6 @@ class HorizontalCascade(CompositeDrafter):
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
         """All but the first drafter must draft from tokens alone, because drafts have no hidden states of the base."""
         super().__init__(drafters, "a relay")
-        if len(lengths) != len(drafters):
-            raise UserError(f"a relay of {len(drafters)} drafters needs as many lengths, got {len(lengths)}")
         for index, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
+from drafthead.data.batch import BaseHidden
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
@@ -106,8 +106,6 @@ class TriForce(VerticalCascade):
         if budget < max(2, 2 * self.policy.size):
             what = f"a budget of {budget} positions is too small for {policy}"
             raise UserError(f"{what}; give at least {max(2, 2 * self.policy.size)}")
-        if refresh < 1:
-            raise UserError(f"refresh must be at least 1 token, got {refresh}")
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.budget, self.policy, self.refresh)
@@ -138,9 +136,7 @@ class TriForceSession(NestedSession):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return [self._length]
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         if self._target is None:
             self._context.append(tokens, counts)
         if self._inner is not None:

@@ -9,7 +9,7 @@ Shape legend: B rows, K drafts, V vocabulary.
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
+from drafthead.data.batch import BaseHidden
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
@@ -76,9 +76,7 @@ class NestedSession(Session):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return self._context.lengths
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         before, drafted, self._drafted = self.lengths, self._drafted, 0
         tokens = self._known(tokens)
         # The draft model has read all drafts but the last, so their accepted ones are not read again.

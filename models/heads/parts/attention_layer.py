@@ -9,7 +9,7 @@ heads, G key/value heads, E head width, I input width, D base width.
 from collections.abc import Callable
 from functools import wraps
 from itertools import count
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,8 @@ from drafthead.data.batch import TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes, smallest
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import KeyValueShape
+from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import packed_attention
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
@@ -48,8 +47,7 @@ def recomputed(method: Callable[[Module, *Inputs], Output]) -> Callable[[Module,
         # Without gradients, ``checkpoint`` would read random states, which waits for the device.
         if not (module.gradient_checkpointing and torch.is_grad_enabled()):
             return method(module, *inputs)
-        output: Output = checkpoint(method, module, *inputs, use_reentrant=False)
-        return output
+        return cast(Output, checkpoint(method, module, *inputs, use_reentrant=False))
 
     return call
 
@@ -102,8 +100,7 @@ class HeadAttention(nn.Module):
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""
-        cos_sin: tuple[Tensor, Tensor] = self._rotary[0](x, position_ids=positions)
-        return cos_sin
+        return cast(tuple[Tensor, Tensor], self._rotary[0](x, position_ids=positions))
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, E], rotated keys [B, G, T, E] and values [B, G, T, E] of ``x`` [B, T, I]."""
@@ -142,8 +139,7 @@ class HeadAttention(nn.Module):
 
     def join(self, attended: Tensor) -> Tensor:
         """Join the outputs of all attention heads: [B, H, T, E] -> [B, T, D]."""
-        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
         """Return an equal function with weights packed in ``dtype`` (None: their dtype, packed if this device can)."""
@@ -180,8 +176,7 @@ class HeadMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down
+        return cast(Tensor, self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return an equal MLP that computes gate and up in one matrix product, with weights packed in ``dtype``."""
@@ -191,8 +186,7 @@ class HeadMLP(nn.Module):
 def _rotary(base: BaseParts, heads: int, head_dim: int, theta: float | None) -> nn.Module:
     """Return the base's rotary embedding if it rotates like Llama's, else a new one, as always with a ``theta``."""
     if theta is None and rotates_like_llama(base, head_dim):
-        stock: nn.Module = base.rotary
-        return stock
+        return cast(nn.Module, base.rotary)
     settings = LlamaConfig(
         hidden_size=base.hidden_size,
         num_attention_heads=heads,
@@ -236,18 +230,11 @@ class HeadDecoderLayer(nn.Module):
 
     gradient_checkpointing = False
 
-    def __init__(
-        self,
-        base: BaseParts,
-        inner: int | None = None,
-        qk_norm: bool = False,
-        layer_idx: int = 0,
-        input_width: int | None = None,
-        rope_theta: float | None = None,
-    ) -> None:
+    def __init__(self, base: BaseParts, inner: int | None = None, **attention: Any) -> None:
+        """``inner`` is the inner width of the MLP, and ``attention`` are arguments of ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
-        self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx, rope_theta)
+        self.self_attn = HeadAttention(base, **attention)
         self.post_attention_layernorm = HeadRMSNorm(base)
         self.mlp = HeadMLP(base, inner)
         nn.init.zeros_(self.self_attn.o_proj.weight)
@@ -263,8 +250,7 @@ class HeadDecoderLayer(nn.Module):
 
     def normed(self, x: Tensor) -> Tensor:
         """Return the attention's inputs [B, T, I] from those of the layer."""
-        normed: Tensor = self.input_layernorm(x)
-        return normed
+        return cast(Tensor, self.input_layernorm(x))
 
     def residual(self, x: Tensor) -> Tensor:
         """Return the residual stream [B, T, D], to which attention is added, from the layer's inputs [B, T, I]."""
@@ -274,8 +260,7 @@ class HeadDecoderLayer(nn.Module):
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the outputs [B, T, D] from the inputs ``x`` [B, T, I] and the attention's outputs [B, T, D]."""
         hidden = self.residual(x) + attended
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class AnchorContext:
@@ -407,8 +392,7 @@ def attend_block(
 
 def norm_scale(base: BaseParts) -> Tensor:
     """Return the scale [D] of the base's final norm, its output for ones. (Gemma stores scale - 1.)"""
-    scale: Tensor = base.final_norm(torch.ones_like(base.embedding[0])).float()
-    return scale
+    return cast(Tensor, base.final_norm(torch.ones_like(base.embedding[0])).float())
 
 
 @torch.no_grad()

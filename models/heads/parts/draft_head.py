@@ -209,7 +209,7 @@ class DraftHead(nn.Module, Drafter):
             "self.projections = self.lm_heads(...) in __init__": hasattr(self, "projections"),
         }
         if missing := [what for what, defined in needed.items() if not defined]:
-            raise UserError(f"{kind.__name__} must define {', '.join(missing)}; see docs/tutorials/new_head.md")
+            raise UserError(f"{kind.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md shows how")
 
     def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:
         """Return the base's frozen embeddings of ``tokens``, [...] int64 -> [..., D]; ``unit`` scales each to RMS 1."""
@@ -260,8 +260,7 @@ class DraftHead(nn.Module, Drafter):
         return torch.stack(inputs, 1)
 
     def open(self, rows: int, cache: TreeCache | None = None) -> Session:
-        session: Session = self.session_class(self, rows)
-        return session
+        return cast(Session, self.session_class(self, rows))
 
     # What some heads override -----------------------------------------------------------------------------------------
 

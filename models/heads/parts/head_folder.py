@@ -68,10 +68,8 @@ def check_parameters(folder: Path, described: Callable[[], int], weights: dict[s
     is allocated."""
     stored = sum(tensor.numel() for tensor in weights.values())
     most = 2 * stored + EXTRA_PARAMETERS
-    error = UserError(
-        f"{folder}/model.safetensors does not fit its config: the settings describe more than {most:,} parameters, the "
-        f"file has {stored:,}; copy the head again"
-    )
+    what = f"the settings describe more than {most:,} parameters, the file has {stored:,}"
+    error = UserError(f"{folder}/model.safetensors does not fit its config: {what}; copy the head again")
     try:
         with parameter_limit(2 * most, error):  # some heads build a layer and replace it
             count = described()
@@ -118,9 +116,7 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
     content = local.read_json(path)
     drafter.tree = _parse_tree(path, content, drafter.depth)
     batches = content.get("batches", {})
-    if not isinstance(batches, dict) or not all(
-        re.fullmatch("[1-9][0-9]{0,8}", rows) and rows != "1" for rows in batches
-    ):
+    if not isinstance(batches, dict) or not all(re.fullmatch("[1-9][0-9]{0,8}", n) and n != "1" for n in batches):
         what = f"{path} is not a tree.json: batches must map numbers of rows above 1 to trees"
         raise UserError(f"{what}; calibrate the trees again")
     drafter.batch_trees = {int(n): _parse_tree(path, {"choices": c}, drafter.depth) for n, c in batches.items()}

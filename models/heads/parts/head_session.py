@@ -5,13 +5,14 @@ draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
-from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.data.batch import BaseHidden, HiddenStates
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import CacheShape
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, SessionPart, last_valid, map_active, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import NodeCache
@@ -34,9 +35,7 @@ class LayerCache(NodeCache, SessionPart):
         super().__init__(rows)
         self._layer, self._shape, self._inputs = layer, shape, inputs
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         assert self._inputs is not None and base_hidden is not None
         self.append(map_active(self._inputs, base_hidden, counts), counts)
 
@@ -93,9 +92,7 @@ class HeadSession(StepwiseSession):
         return min((part.room for part in self.parts), default=super().room)
 
     @torch.inference_mode()
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         if base_hidden is not None:
             self.hidden = last_valid(base_hidden.final, counts, self.hidden)
         for part in self.parts:
@@ -164,8 +161,7 @@ class HeadSession(StepwiseSession):
         if self.copied is not None:
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
-        scaled: Tensor = head.scaling.scale_and_cap(logits + head.low_rank(self._added))
-        return scaled
+        return head.scaling.scale_and_cap(logits + head.low_rank(self._added))
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W], without
@@ -196,8 +192,7 @@ class HeadSession(StepwiseSession):
         if self._added is not None:
             x = torch.cat([x.expand(-1, self._added.shape[1], -1), self._added], -1)
         assert self.inference_head.confidence is not None
-        confidence: Tensor = self.inference_head.confidence(x)[..., 0].sigmoid()
-        return confidence
+        return cast(Tensor, self.inference_head.confidence(x)[..., 0].sigmoid())
 
     def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
         """Return ``function(*inputs)``, computed by a CUDA graph if the base uses graphs.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.batch import BaseHidden, TrainBatch
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import SessionPart, last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -150,7 +150,7 @@ class InductionContext(SessionPart):
 
     @torch.inference_mode()
     def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None = None, nodes: Tensor | None = None
+        self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden = None, nodes: Tensor | None = None
     ) -> None:
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:

@@ -24,9 +24,8 @@ class DraftLMHeads(nn.Module):
         ``logits`` applies no scale and soft-cap, because the session first adds other terms."""
         super().__init__()
         self._draft_dtype, self._scaled = draft_dtype, scaled
-        self.weights = nn.ParameterList(
-            nn.Parameter(target_lm_head.weight.detach().float().clone()) for _ in range(count)
-        )
+        weight = target_lm_head.weight.detach().float()
+        self.weights = nn.ParameterList(nn.Parameter(weight.clone()) for _ in range(count))
         self._target_lm_head = target_lm_head
         self.packed = PackedCopies()
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache import static_cache
-from drafthead.models.cache.cache_shape import CacheShape
-from drafthead.models.cache.layers import KeyValueShape
+from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.cache.static_cache import MIN_WINDOW, WINDOW_STEP, StaticKVCache, StaticModel, window_for
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import decode

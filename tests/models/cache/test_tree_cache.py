@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import KeyValueShape, Layers, LayerShape, Pass, Row
+from drafthead.models.cache.layers import CacheShape, KeyValueShape, Layers, LayerShape, Pass, Row
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 
 

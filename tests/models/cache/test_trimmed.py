@@ -12,7 +12,7 @@ import torch
 from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.layers import CacheShape
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.decoding.sampling import Sampler

@@ -19,9 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from drafthead.errors import UserError
 from drafthead.models.base import base_model, parity
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import KeyValueShape
+from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.decoding.loop import decode
 from drafthead.models.kernels import attention, linear, private_apis
 from drafthead.models.kernels.fused import FusedMLP, fuse_modules
