@@ -408,9 +408,8 @@ def _stored(
         if loader is not AutoModelForCausalLM or not layers:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
         with own_attention_code(settings.model_type), size_limit(config.name, files):
-            model, report = loader.from_pretrained(
-                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, report = loader.from_pretrained(folder, **options)
     except torch.OutOfMemoryError:
         raise  # the files are not to blame
     except LOAD_ERRORS as error:

@@ -269,10 +269,10 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
     Afterwards, the model has its own attention, modes and ``requires_grad`` again.
     """
     state: _Attached = vars(model).setdefault("_drafthead", _Attached())
-    own = isinstance(source, DraftHead) and source.base_model.model is model
+    own = source if isinstance(source, DraftHead) and source.base_model.model is model else None
     with state.lock:
         stock = model.config._attn_implementation
-        if stock == attention.NAME and not own:
+        if stock == attention.NAME and own is None:
             what = "the model is already the base of a drafthead.BaseModel"
             raise UserError(f"{what}; give custom_generate a head loaded for that (load_head(head, base))")
         modes = [(module, name) for module in model.modules() for name in MODES if vars(module).get(name)]
@@ -288,9 +288,7 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
         try:
             for owner, name in modes:
                 setattr(owner, name, False)
-            yield (
-                (source.base_model, source) if isinstance(source, DraftHead) and own else _attach(state, model, source)
-            )
+            yield _attach(state, model, source) if own is None else (own.base_model, own)
         finally:
             guard.remove()
             if model.config._attn_implementation != stock:

@@ -326,9 +326,8 @@ def heads_loss(
         ValueError: the loss needs the base's distribution, but ``labels`` have no ``target_hidden``.
     """
     confidence = confidence if config.confidence else None
-    if (config.needs_target_probs or confidence is not None) and (
-        labels.target_lm_head is None or labels.target_hidden is None
-    ):
+    known = labels.target_lm_head is not None and labels.target_hidden is not None
+    if (config.needs_target_probs or confidence is not None) and not known:
         raise ValueError("the loss needs the base's distribution: give Labels target_hidden and target_lm_head")
     heads = [head.cast_frozen(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
