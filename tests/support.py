@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafthead import cli
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.errors import UserError
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.lossless.self_check import fitted as fitted
 from drafthead.eval.metrics.summary import summarise
@@ -247,7 +248,18 @@ def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-# Damaged and hostile files --------------------------------------------------------------------------------------------
+# Parametrized tests, and damaged and hostile files --------------------------------------------------------------------
+
+
+def refuses(match: str, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Check that the call raises a ``UserError`` whose text has ``match``, a regular expression."""
+    with pytest.raises(UserError, match=match):
+        call(*args, **kwargs)
+
+
+def cases(names: str, *values: object, **options: Any) -> Any:
+    """Run a test once per value; ``names`` lists its arguments, separated by commas."""
+    return pytest.mark.parametrize(names, values, **options)
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:

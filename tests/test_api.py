@@ -18,7 +18,7 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, randomised
+from support import TinyBase, randomised, refuses
 
 
 @pytest.fixture
@@ -107,5 +107,4 @@ def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> No
 
 def test_a_base_in_float16_is_refused_with_the_reason(tiny_base: TinyBase, saved: Path) -> None:
     half = BaseModel.load(replace(tiny_base().config, dtype="float16"))
-    with pytest.raises(UserError, match="fingerprint .*float16 rounds tiny weights.* try bfloat16 or float32"):
-        drafthead.load_head(saved, half)
+    refuses("fingerprint .*float16 rounds tiny weights.* try bfloat16 or float32", drafthead.load_head, saved, half)

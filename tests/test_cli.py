@@ -13,7 +13,7 @@ import drafthead
 from drafthead import cli
 from drafthead.errors import UserError
 from drafthead.settings.compose import one_line_errors
-from support import call
+from support import call, cases
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -84,41 +84,37 @@ def test_an_unknown_command_is_one_line_with_the_list(capsys: pytest.CaptureFixt
     assert shown.out == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "prompt"),
-    [
-        (["What", "is", "head=x", "x + y = z?"], "What is x + y = z?"),
-        (["head=x", "-"], "-"),  # standard input
-        (["head=x", "- a list?"], "- a list?"),
-        (["head=x", "it's \\'2 + 2=4', ${PATH}, {a}, [b"], "it's \\'2 + 2=4', ${PATH}, {a}, [b"),
-    ],
+@cases(
+    "words, prompt",
+    (["What", "is", "head=x", "x + y = z?"], "What is x + y = z?"),
+    (["head=x", "-"], "-"),  # standard input
+    (["head=x", "- a list?"], "- a list?"),
+    (["head=x", "it's \\'2 + 2=4', ${PATH}, {a}, [b"], "it's \\'2 + 2=4', ${PATH}, {a}, [b"),
 )
 def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
     call("generate", *words, "--cfg", "job")
     assert OmegaConf.create(capsys.readouterr().out).prompt == prompt
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "says"),
-    [
-        ("certify", ["only"], "'only' is not a setting"),
-        ("certify", ["only="], "only= has no value"),
-        ("certify", ["length=[x"], "length=.x cannot be read .*; quote the value"),
-        ("train", ["recipe=medusa_smollm3"], "recipe=medusa_smollm3 is not .*; did you mean medusa_smollm2 or"),
-        ("train", ["recipe=medusa_smollm2", "base=/models/mine"], "base=custom base.name=/models/mine$"),
-        ("train", ["recipe=medusa_smollm2", "data.prompt=x"], "did you mean data.prompts[?]"),
-        ("train", ["recipe=medusa_smollm2", "phases.distil.steps=5"], "phases.distil is .* mean phases.distill[?]"),
-        ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
-        ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),
-        ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
-        ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
-        ("export", ["head=x"], "missing: to=... out=...; see --help"),
-        ("import", ["from=x", "out=y"], "base is missing: name the base model"),
-        ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
-        ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
-        ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),
-        ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
-    ],
+@cases(
+    "command, arguments, says",
+    ("certify", ["only"], "'only' is not a setting"),
+    ("certify", ["only="], "only= has no value"),
+    ("certify", ["length=[x"], "length=.x cannot be read .*; quote the value"),
+    ("train", ["recipe=medusa_smollm3"], "recipe=medusa_smollm3 is not .*; did you mean medusa_smollm2 or"),
+    ("train", ["recipe=medusa_smollm2", "base=/models/mine"], "base=custom base.name=/models/mine$"),
+    ("train", ["recipe=medusa_smollm2", "data.prompt=x"], "did you mean data.prompts[?]"),
+    ("train", ["recipe=medusa_smollm2", "phases.distil.steps=5"], "phases.distil is .* mean phases.distill[?]"),
+    ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
+    ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),
+    ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
+    ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
+    ("export", ["head=x"], "missing: to=... out=...; see --help"),
+    ("import", ["from=x", "out=y"], "base is missing: name the base model"),
+    ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
+    ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
+    ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),
+    ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
 )
 def test_bad_settings_are_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, arguments: list[str], says: str
@@ -134,18 +130,16 @@ PATHS = ["a b", "x #1", "[1]", "[1", "a=b", "a,b", "it's", 'a"b"', "é日", "{a}
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        ("train", "out data.folder base.name base.adapter init_from eval.suite eval.tree"),
-        ("eval", "head suite base.name out tree"),
-        ("generate", "head base.adapter"),
-        ("replay", "head texts save plot"),
-        ("export", "head out texts"),
-        ("import", "from_ out"),
-        ("push", "head"),
-        ("chat", "head record"),
-    ],
+@cases(
+    "command, keys",
+    ("train", "out data.folder base.name base.adapter init_from eval.suite eval.tree"),
+    ("eval", "head suite base.name out tree"),
+    ("generate", "head base.adapter"),
+    ("replay", "head texts save plot"),
+    ("export", "head out texts"),
+    ("import", "from_ out"),
+    ("push", "head"),
+    ("chat", "head record"),
 )
 def test_settings_take_any_path(command: str, keys: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = {key: f"{key.rstrip('_')}=/x/{path}" for key in keys.split()}
@@ -204,13 +198,11 @@ def test_a_prompt_that_is_no_text_is_one_line(prompt: str) -> None:
         call("generate", "head=x", prompt, stdin=TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (UserError("found x, expected y"), "^error: found x, expected y$"),
-        (OSError(28, "No space left on device", "rows.json"), "^error: .*No space left"),
-        (KeyboardInterrupt(), "^130$"),
-    ],
+@cases(
+    "error, says",
+    (UserError("found x, expected y"), "^error: found x, expected y$"),
+    (OSError(28, "No space left on device", "rows.json"), "^error: .*No space left"),
+    (KeyboardInterrupt(), "^130$"),
 )
 def test_errors_are_one_line_and_bugs_keep_their_traceback(error: BaseException, says: str) -> None:
     with pytest.raises(SystemExit, match=says), one_line_errors():

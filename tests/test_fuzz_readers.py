@@ -52,7 +52,7 @@ from drafthead.train.corpora.corpus_config import AnswersConfig
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, Said, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
+from support import TINY, Said, cases, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
@@ -363,13 +363,11 @@ def test_much_damage(name: str, made: Any, scratch: Path, changes: list[Change])
     check(name, made, scratch, apply(changes), READERS[name][1], exact=name in EXACT)
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "read"),
-    [
-        ("checkpoint", "step-*/state.json", load_latest),
-        ("head", "config.json", read_head),
-        ("head", "tree.json", read_head),
-    ],
+@cases(
+    "name, file, read",
+    ("checkpoint", "step-*/state.json", load_latest),
+    ("head", "config.json", read_head),
+    ("head", "tree.json", read_head),
 )
 @given(path=st.lists(st.integers(0, 30), min_size=1, max_size=6), value=values)
 @fuzz(60)

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 
 from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import pack
-from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.pipeline import run_pipeline
-from support import composed
+from support import composed, refuses
 
 OLD = Path(__file__).parent / "version_0_3_0"
 SAME_RUN = """recipe=medusa_smollm2 debug=tiny name=old base.shape.hidden_size=16 base.shape.intermediate_size=24
@@ -56,5 +55,4 @@ def test_its_run_resumes_on_its_own_corpora(old: Path) -> None:
 
 
 def test_a_setting_that_differs_is_named(old: Path) -> None:
-    with pytest.raises(UserError, match="seed=0, .* 1"):
-        run_pipeline(*composed(old, *SAME_RUN, "seed=1"))
+    refuses("seed=0, .* 1", run_pipeline, *composed(old, *SAME_RUN, "seed=1"))

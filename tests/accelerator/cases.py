@@ -19,7 +19,6 @@ from head_cases import HEADS, MAIN, cases_of, every_head
 from torch import Tensor
 
 from accelerator import simulated
-from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -48,7 +47,7 @@ from drafthead.system.devices import (
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy
 from drafthead.train.trainer.optim import OptimConfig
 from drafthead.train.trainer.step import train_step
-from support import TINY, noisy_head, random_base, random_ids, row_of, stacked
+from support import TINY, noisy_head, random_base, random_ids, refuses, row_of, stacked
 
 DEVICES = ("cpu", "cuda")
 STEP_WAITS = {"draft_lm": 2}
@@ -327,8 +326,7 @@ def test_devices() -> None:
     drawn = torch.rand(3, device=device)
     set_rng_states(states)
     assert torch.equal(torch.rand(3, device=device).cpu(), drawn.cpu())
-    with pytest.raises(UserError, match="device=mps"):
-        device_of("mps")
+    refuses("device=mps", device_of, "mps")
 
 
 def test_the_device_of_a_loaded_head(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from drafthead.commands.chat import Chat, ChatConfig
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call
+from support import TinyBase, call, cases
 
 
 @pytest.fixture
@@ -74,9 +74,8 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_continues(tiny_base: TinyB
     assert 0 < len(chat.messages[2]["content"]) < len(chat.messages[4]["content"])
 
 
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [("record=missing/chat.svg", "its folder does not exist"), (f"system={'x' * 200}", "leaves no room")],
+@cases(
+    "extra, says", ("record=missing/chat.svg", "its folder does not exist"), (f"system={'x' * 200}", "leaves no room")
 )
 def test_bad_settings_are_one_line(settings: list[str], extra: str, says: str) -> None:
     with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:

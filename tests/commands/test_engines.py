@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from drafthead.commands import engines
-from drafthead.errors import UserError
 from drafthead.system import devices
-from support import call
+from support import call, refuses
 
 STUB = """#!/bin/sh
 case "$2" in
@@ -27,8 +26,7 @@ def test_the_build_fits_the_device(device: str, package: str | None, monkeypatch
     monkeypatch.setattr(devices, "device_of", lambda _: torch.device(device))
     monkeypatch.setattr(devices, "accelerator_name", lambda: "device of this test")
     if package is None:
-        with pytest.raises(UserError, match="no vLLM for device of this test"):
-            engines.vllm_build()
+        refuses("no vLLM for device of this test", engines.vllm_build)
         return
     chosen, reason = engines.vllm_build()
     assert chosen == f"{package}=={engines.VLLM_VERSION}"

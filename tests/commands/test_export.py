@@ -25,7 +25,7 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, leaning
+from support import TinyBase, call, cases, leaning
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 
@@ -79,13 +79,11 @@ def test_there_and_back(
     assert "draft positions   3, of which 3 are trained" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("vllm_medusa", MedusaConfig(num_draft_tokens=2)),
-        ("kangaroo", KangarooConfig(exit_layer=1, num_draft_tokens=3)),
-        ("eagle3", Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100, layers=[1, 2])),
-    ],
+@cases(
+    "name, config",
+    ("vllm_medusa", MedusaConfig(num_draft_tokens=2)),
+    ("kangaroo", KangarooConfig(exit_layer=1, num_draft_tokens=3)),
+    ("eagle3", Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100, layers=[1, 2])),
 )
 def test_every_head_passes_its_check(
     tiny_base: TinyBase, tmp_path: Path, name: str, config: DraftHeadConfig, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase
+from support import TinyBase, cases, refuses
 
 
 @pytest.fixture
@@ -49,8 +49,7 @@ def test_a_tree_deeper_than_the_head_is_refused(head: MedusaHead) -> None:
 
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
 def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: str) -> None:
-    with pytest.raises(UserError, match="cannot be read .*give one of head, chain"):
-        EvalConfig(tree=tree)
+    refuses("cannot be read .*give one of head, chain", EvalConfig, tree=tree)
 
 
 def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
@@ -64,21 +63,17 @@ def test_peers(tiny_base: TinyBase) -> None:
     base = tiny_base()
     check_methods(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
     for wrong in ("prompt_lokup", "early_exit", "model", "head+hf_assisted:a"):
-        with pytest.raises(UserError, match=f"'.*{wrong[5:]}'.*prompt_lookup"):
-            check_methods([wrong])
+        refuses(f"'.*{wrong[5:]}'.*prompt_lookup", check_methods, [wrong])
     for wrong in ("prompt_lookup:x", "prompt_lookup:0", "early_exit:2:0"):
-        with pytest.raises(UserError, match=r"the numbers of \w+ are whole and at least 1"):
-            check_methods([wrong])
+        refuses(r"the numbers of \w+ are whole and at least 1", check_methods, [wrong])
     for wrong in ("prompt_lookup:100000", "early_exit:2:257", "prompt_lookup@257", "head@0"):
-        with pytest.raises(UserError, match="tokens; give 1 to 256"):
-            check_methods([wrong])
+        refuses("tokens; give 1 to 256", check_methods, [wrong])
     assert is_drafter("early_exit:2") and is_drafter("prompt_lookup@3") and not is_drafter("outputs/a/head")
     assert build_drafter(parse_drafter("prompt_lookup:4"), base)[0].depth == 4
     assert build_drafter(parse_drafter("early_exit:2:3"), base)[0].depth == 3
     for limited in ("(prompt_lookup@2)", "(prompt_lookup@2)@4", "(prompt_lookup@4)@2", "(prompt_lookup)@2"):
         assert build_drafter(parse_drafter(limited), base)[0].depth == 2
-    with pytest.raises(UserError, match="1 to 2 layers, got 7"):
-        build_drafter(parse_drafter("early_exit:7"), base)
+    refuses("1 to 2 layers, got 7", build_drafter, parse_drafter("early_exit:7"), base)
 
 
 def test_the_folder_of_a_head_may_contain_a_plus(tmp_path: Path) -> None:
@@ -104,8 +99,7 @@ def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
     with pytest.raises(ValueError, match="tree_nodes"):
         EvalConfig(tree_nodes=1)
-    with pytest.raises(UserError, match="static tree"):
-        combined("dynamic:8")
+    refuses("static tree", combined, "dynamic:8")
 
 
 def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
@@ -128,19 +122,16 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
     assert config.draft_sampling is DraftSampling.WITH_REPLACEMENT and isinstance(between, VerticalCascade)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("relay:prompt_lookup+head", "HydraHead reads the base's hidden states.*only be the first"),
-        ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*as B in nested"),
-        ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is not a model"),
-        ("relay:prompt_lookup", "has one part; a relay needs two or more"),
-        ("prompt_lookup@0", "0 tokens"),
-        ("relay:(head@2+prompt_lookup", "nor a known drafter or method"),
-        ("prompt_lookup+", "'' names neither a folder nor a known drafter"),
-    ],
+@cases(
+    "spec, message",
+    ("relay:prompt_lookup+head", "HydraHead reads the base's hidden states.*only be the first"),
+    ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*as B in nested"),
+    ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is not a model"),
+    ("relay:prompt_lookup", "has one part; a relay needs two or more"),
+    ("prompt_lookup@0", "0 tokens"),
+    ("relay:(head@2+prompt_lookup", "nor a known drafter or method"),
+    ("prompt_lookup+", "'' names neither a folder nor a known drafter"),
 )
 def test_drafters_that_cannot_be_put_together(tiny_base: TinyBase, spec: str, message: str) -> None:
     hydra = HydraConfig(num_draft_tokens=3).build(tiny_base())
-    with pytest.raises(UserError, match=message):
-        build_drafter(parse_drafter(spec), hydra.base, hydra, EvalConfig().draft_config(hydra))
+    refuses(message, build_drafter, parse_drafter(spec), hydra.base, hydra, EvalConfig().draft_config(hydra))

@@ -13,7 +13,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, evaluation_of, task_results
+from support import TinyBase, call, cases, evaluation_of, task_results
 
 
 def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
@@ -50,15 +50,13 @@ def test_every_combination_is_decoded_once(tiny_base: TinyBase, tmp_path: Path) 
     assert all(method["identical_outputs"]["same"] == 1 for method in methods.values())
 
 
-@pytest.mark.parametrize(
-    ("default", "best", "dry", "changes", "line"),
-    [
-        (1.2, (1.5, 1.21), False, True, "now the default"),
-        (1.2, (1.5, 1.19), False, False, "within the noise"),
-        (1.2, (1.5, None), False, False, "within the noise"),  # one prompt has no interval
-        (1.2, (1.1, 1.0), False, False, "already the default"),
-        (1.2, (1.5, 1.21), True, False, "dry=true"),
-    ],
+@cases(
+    "default, best, dry, changes, line",
+    (1.2, (1.5, 1.21), False, True, "now the default"),
+    (1.2, (1.5, 1.19), False, False, "within the noise"),
+    (1.2, (1.5, None), False, False, "within the noise"),  # one prompt has no interval
+    (1.2, (1.1, 1.0), False, False, "already the default"),
+    (1.2, (1.5, 1.21), True, False, "dry=true"),
 )
 def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     tiny_base: TinyBase,
@@ -88,16 +86,14 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     assert head.tree.depth == (3 if changes else 2)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("grid.drafts=[0,4]", "grid.drafts.*3 positions"),
-        ("grid.confidence_threshold=[1.5]", "grid.confidence_threshold"),
-        ("grid.drafts=[-1]", "grid.drafts"),
-        ("grid.heads=[none]", "no head folder at none"),
-        ("grid.drafts=[2] tree=chain:2", "tree"),
-        ("grid.drafts=[2] drafter=head+prompt_lookup:4", "drafter"),
-    ],
+@cases(
+    "setting, message",
+    ("grid.drafts=[0,4]", "grid.drafts.*3 positions"),
+    ("grid.confidence_threshold=[1.5]", "grid.confidence_threshold"),
+    ("grid.drafts=[-1]", "grid.drafts"),
+    ("grid.heads=[none]", "no head folder at none"),
+    ("grid.drafts=[2] tree=chain:2", "tree"),
+    ("grid.drafts=[2] drafter=head+prompt_lookup:4", "drafter"),
 )
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path, setting: str, message: str) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)

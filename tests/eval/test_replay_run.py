@@ -18,7 +18,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, small_head
+from support import TinyBase, call, cases, small_head
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -34,15 +34,13 @@ def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
     assert table_rows[0]["predicted speedup"] == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (None, "cannot be read"),
-        ("", "is empty; give the file that save=FILE wrote"),
-        ('{"ids": [1, 2]}\n', "line 1 .*ids"),
-        ('{"ids": [1, 2], "boundary": 1}\n{"ids"\n', "line 2 .*ids"),
-        ('{"ids": [1, 2], "boundary": 2}\n', "line 1 .*boundary"),
-    ],
+@cases(
+    "line, message",
+    (None, "cannot be read"),
+    ("", "is empty; give the file that save=FILE wrote"),
+    ('{"ids": [1, 2]}\n', "line 1 .*ids"),
+    ('{"ids": [1, 2], "boundary": 1}\n{"ids"\n', "line 2 .*ids"),
+    ('{"ids": [1, 2], "boundary": 2}\n', "line 1 .*boundary"),
 )
 def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, message: str) -> None:
     if line is not None:
@@ -51,9 +49,10 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
         call("replay", "head=/nowhere", f"texts={tmp_path / 't.jsonl'}")
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [("save=/proc/nope/x.jsonl", "choose another folder"), ("save=FOLDER", "is a folder; name a file in it")],
+@cases(
+    "setting, message",
+    ("save=/proc/nope/x.jsonl", "choose another folder"),
+    ("save=FOLDER", "is a folder; name a file in it"),
 )
 def test_settings_refused_at_once(setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "FOLDER").mkdir()

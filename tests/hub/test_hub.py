@@ -19,7 +19,7 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call
+from support import TinyBase, call, cases, refuses
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
@@ -168,8 +168,7 @@ def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Pa
 
 def test_a_refusal_is_not_repeated(hub: Any, saved: Path, slept: list[float]) -> None:
     hub.fail("/commit/", times=9, status=403)
-    with pytest.raises(UserError, match="403"):
-        push(saved, "user/medusa")
+    refuses("403", push, saved, "user/medusa")
     assert slept == [] and hub.count("/commit/") == 1
 
 
@@ -177,8 +176,7 @@ def test_private_means_private(hub: Any, saved: Path) -> None:
     push(saved, "user/secret", private=True)
     assert hub.repos["user/secret"].private
     hub.publish("user/open", {})
-    with pytest.raises(UserError, match="user/open .*public.*private=true"):
-        push(saved, "user/open", private=True)
+    refuses("user/open .*public.*private=true", push, saved, "user/open", private=True)
     assert hub.files("user/open") == {}
 
 
@@ -188,35 +186,27 @@ def test_who_may_push(hub: Any, slept: list[float], monkeypatch: pytest.MonkeyPa
         require_login("push=true")
         hub.faults.clear()
     hub.role = "read"
-    with pytest.raises(UserError, match="push=true.*token.*HF_TOKEN"):
-        require_login("push=true")
+    refuses("push=true.*token.*HF_TOKEN", require_login, "push=true")
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
-    with pytest.raises(UserError, match="push=true.*token"):
-        require_login("push=true")
+    refuses("push=true.*token", require_login, "push=true")
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="push=true.*login.*HF_TOKEN"):
-        require_login("push=true")
+    refuses("push=true.*login.*HF_TOKEN", require_login, "push=true")
 
 
 def test_pickles_are_refused_by_name(hub: Any, saved: Path) -> None:
     config = (saved / "config.json").read_bytes()
     hub.publish("user/old", {"config.json": config, "pytorch_model.bin": b"\x80\x04", "sub/x.pkl": b"\x80\x04"})
-    with pytest.raises(UserError, match="pytorch_model.bin, sub/x.pkl.*pickles"):
-        drafthead.load_head("user/old")
+    refuses("pytorch_model.bin, sub/x.pkl.*pickles", drafthead.load_head, "user/old")
     assert hub.count("resolve/.*(bin|pkl)$") == 0, "not even downloaded"
     (saved / "model.safetensors").rename(saved / "model.pt")
-    with pytest.raises(UserError, match="model.pt.*pickles"):
-        drafthead.load_head(saved)
+    refuses("model.pt.*pickles", drafthead.load_head, saved)
 
 
 def test_what_is_not_there(hub: Any) -> None:
-    with pytest.raises(UserError, match="user/none.*404"):
-        fetch("user/none")
+    refuses("user/none.*404", fetch, "user/none")
     hub.publish("user/there", {"config.json": b"{}"})
-    with pytest.raises(UserError, match="user/there.*v9"):
-        fetch("user/there", "v9")
-    with pytest.raises(UserError, match="some one/-head.*Hub"):
-        resolve_folder("some one/-head")
+    refuses("user/there.*v9", fetch, "user/there", "v9")
+    refuses("some one/-head.*Hub", resolve_folder, "some one/-head")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "us er/x"])
@@ -250,13 +240,11 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
     assert (tmp_path / "again/model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["head=RUN", "repo=user/x"], "is a run folder"),
-        (["head=HEAD"], "error: repo is missing"),
-        (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
-    ],
+@cases(
+    "given, says",
+    (["head=RUN", "repo=user/x"], "is a run folder"),
+    (["head=HEAD"], "error: repo is missing"),
+    (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
 )
 def test_bad_commands(hub: Any, saved: Path, tmp_path: Path, given: list[str], says: str) -> None:
     broken = tmp_path / "broken"

@@ -9,10 +9,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import drafthead
-from drafthead.errors import UserError
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train import pipeline
-from support import composed
+from support import composed, refuses
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -23,15 +22,13 @@ def train(folder: Path, *overrides: str) -> Path:
 
 def test_without_a_token_nothing_is_begun(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="push=true.*login.*HF_TOKEN"):
-        train(tmp_path)
+    refuses("push=true.*login.*HF_TOKEN", train, tmp_path)
     assert not (tmp_path / "run").exists() and not (tmp_path / "corpora").exists()
 
 
 def test_the_next_start_pushes_after_a_hub_was_down(hub: Any, slept: list[float], tmp_path: Path) -> None:
     hub.fail("/commit/", times=4)
-    with pytest.raises(UserError, match=r"drafthead push head=\S+/run/head"):
-        train(tmp_path)
+    refuses(r"drafthead push head=\S+/run/head", train, tmp_path)
     run = tmp_path / "run"
     weights = (run / "head" / "model.safetensors").read_bytes()
     assert all((run / name).exists() for name in ("eval.json", "report.html", "head/README.md", "head/eval.json"))

@@ -10,11 +10,11 @@ from pydantic import Field
 from drafthead.cli import COMMANDS
 from drafthead.commands.command import REGISTERED
 from drafthead.data.text.sources import SourceConfig
-from drafthead.errors import UserError
 from drafthead.models.heads.parts.loading import config_class, head_types
 from drafthead.settings.help import describe, first_sentence, help_text
 from drafthead.settings.schema import NonNegative, Positive, check, require, settings
 from drafthead.train.config import RunConfig
+from support import cases, refuses
 
 
 @settings(kw_only=True)
@@ -61,42 +61,33 @@ def test_values_are_converted_as_yaml_writes_them() -> None:
     assert made.name == "3" and made.phases["distill"].optim == Optim(lr=0.01, betas=(0.5, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("phase", "says"),
-    [
-        ({"optim": {"lr": 7}}, "phases.distill.optim.lr must be above 0 and below 1, got 7"),
-        ({"optim": {"lr": "fast"}}, "phases.distill.optim.lr must be above 0 and below 1, got 'fast'"),
-        ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be a finite number, got nan"),
-        ({"optim": {"name": "sgd"}}, "phases.distill.optim.name must be one of adamw, muon, got 'sgd'"),
-        ({"optim": {"steps": 0}}, "phases.distill.optim.steps must be at least 1 or null, got 0"),
-        ({"optim": {"window": 12}}, "phases.distill.optim.window must be below 10, got 12"),
-        ({"optim": {"betas": [1]}}, r"phases.distill.optim.betas must be a list of 2 values, got \["),
-        ({"decay": [1]}, r"phases.distill.decay must be a valid number, got \[1\]"),
-        ({"lengths": [1, -1]}, r"phases.distill.lengths\[1\] must be at least 0, got -1"),
-        ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean phases.distill.optim.lr?"),
-        (
-            {"corpsu": "text", "corpus": None},
-            "phases.distill.corpsu is not a setting; did you mean phases.distill.corpus?",
-        ),
-        ({"corpus": None}, "phases.distill.corpus must be a valid string, got None"),
-    ],
+@cases(
+    "phase, says",
+    ({"optim": {"lr": 7}}, "phases.distill.optim.lr must be above 0 and below 1, got 7"),
+    ({"optim": {"lr": "fast"}}, "phases.distill.optim.lr must be above 0 and below 1, got 'fast'"),
+    ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be a finite number, got nan"),
+    ({"optim": {"name": "sgd"}}, "phases.distill.optim.name must be one of adamw, muon, got 'sgd'"),
+    ({"optim": {"steps": 0}}, "phases.distill.optim.steps must be at least 1 or null, got 0"),
+    ({"optim": {"window": 12}}, "phases.distill.optim.window must be below 10, got 12"),
+    ({"optim": {"betas": [1]}}, r"phases.distill.optim.betas must be a list of 2 values, got \["),
+    ({"decay": [1]}, r"phases.distill.decay must be a valid number, got \[1\]"),
+    ({"lengths": [1, -1]}, r"phases.distill.lengths\[1\] must be at least 0, got -1"),
+    ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean phases.distill.optim.lr?"),
+    ({"corpsu": "text", "corpus": None}, "phases.distill.corpsu is not a setting; did you mean phases.distill.corpus?"),
+    ({"corpus": None}, "phases.distill.corpus must be a valid string, got None"),
 )
 def test_bad_values_are_named_by_their_dotted_key(phase: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=f"^{says}"):
-        run(**phase)
+    refuses(f"^{says}", run, **phase)
 
 
 def test_a_misspelt_required_key_is_named_rather_than_the_missing_one() -> None:
-    with pytest.raises(UserError, match="^nmae is not a setting; did you mean name"):
-        check({"nmae": "x"}, Run)
-    with pytest.raises(UserError, match="^name is missing"):
-        check({}, Run)
+    refuses("^nmae is not a setting; did you mean name", check, {"nmae": "x"}, Run)
+    refuses("^name is missing", check, {}, Run)
 
 
 def test_python_callers_get_the_same_errors() -> None:
     for make in (lambda: Optim(lr=2), lambda: replace(Optim(), lr=2)):
-        with pytest.raises(UserError, match="^lr must be above 0 and below 1, got 2$"):
-            make()
+        refuses("^lr must be above 0 and below 1, got 2$", make)
 
 
 def test_help_has_a_line_for_every_setting() -> None:

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from drafthead.errors import UserError
 from drafthead.system.devices import device_of, on_device, rng_states, set_rng_states
-from support import call
+from support import call, refuses
 
 if torch.accelerator.is_available():
     pytest.skip("this machine has an accelerator", allow_module_level=True)
@@ -19,8 +18,7 @@ def test_the_cpu_is_the_default() -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "mps", "quantum"])
 def test_other_devices_are_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=f"device={name}"):
-        device_of(name)
+    refuses(f"device={name}", device_of, name)
     with pytest.raises(SystemExit, match=f"device={name}"):
         call("generate", f"device={name}", "head=prompt_lookup:3", "base=embedded:smollm2", "Hello")
 
@@ -29,8 +27,7 @@ def test_a_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     assert device_of("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(UserError, match="device=cuda:2 cannot be used; torch finds 2 of type cuda"):
-        device_of("cuda:2")
+    refuses("device=cuda:2 cannot be used; torch finds 2 of type cuda", device_of, "cuda:2")
 
 
 def test_every_command_accepts_a_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.errors import UserError
 from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.files.local import read_json_lines
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
@@ -24,7 +23,17 @@ from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, simulated_steps
 from drafthead.train.trainer.optim import OptimConfig
-from support import TinyBase, call, noisy_head, p_value_of_answers, probs_of_answers, random_ids, randomised, small_head
+from support import (
+    TinyBase,
+    call,
+    noisy_head,
+    p_value_of_answers,
+    probs_of_answers,
+    random_ids,
+    randomised,
+    refuses,
+    small_head,
+)
 
 PROMPTS = [random_ids(9 + n, seed=n) for n in range(6)]
 
@@ -135,13 +144,11 @@ def test_another_stream_is_not_gone_on_with(tiny_base: TinyBase, tmp_path: Path)
     learner = OnlineLearner(hydra(tiny_base), OnlineConfig())
     assert not learner.restore(tmp_path, {})
     learner.save(tmp_path, {"stream": 1})
-    with pytest.raises(UserError, match="stream = 1.* 2"):
-        learner.restore(tmp_path, {"stream": 2})
+    refuses("stream = 1.* 2", learner.restore, tmp_path, {"stream": 2})
 
 
 def test_a_stream_has_no_schedule() -> None:
-    with pytest.raises(UserError, match="needs a last step, which a stream lacks"):
-        OnlineConfig(optim=OptimConfig())
+    refuses("needs a last step, which a stream lacks", OnlineConfig, optim=OptimConfig())
 
 
 def test_the_command_reports_learning(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

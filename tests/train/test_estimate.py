@@ -12,7 +12,6 @@ from torch.autograd.profiler import profile
 from transformers import AutoConfig
 
 from drafthead.data.batch import HiddenStates
-from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
@@ -20,7 +19,7 @@ from drafthead.train.estimate import hours
 from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, size
 from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
-from support import composed, random_ids, rows_of
+from support import cases, composed, random_ids, refuses, rows_of
 
 MIXTURES = {
     "qwen3_moe": (
@@ -100,21 +99,19 @@ def allocated(run: RunConfig) -> int:
     return peak
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "overrides"),
-    [
-        ("medusa_smollm2", {}, ()),
-        ("medusa_smollm2", {"grad_accum_steps": 3}, OWN_LM_HEAD),
-        ("medusa_smollm2", {}, ("shard.precision=bfloat16", *OWN_LM_HEAD)),
-        ("medusa_smollm2", {"store_hidden_states": True}, ()),
-        ("hydra_pp_smollm2", {}, ()),
-        ("mlp_speculator_smollm2", {}, ()),
-        ("kangaroo_smollm2", {}, ()),
-        ("draft_lm_smollm2", {}, ()),
-        ("eagle3_smollm2", {}, ("shard.checkpointing=true",)),
-        ("dspark_smollm2", {}, ()),
-        ("medusa2_smollm2", {}, ()),
-    ],
+@cases(
+    "name, changes, overrides",
+    ("medusa_smollm2", {}, ()),
+    ("medusa_smollm2", {"grad_accum_steps": 3}, OWN_LM_HEAD),
+    ("medusa_smollm2", {}, ("shard.precision=bfloat16", *OWN_LM_HEAD)),
+    ("medusa_smollm2", {"store_hidden_states": True}, ()),
+    ("hydra_pp_smollm2", {}, ()),
+    ("mlp_speculator_smollm2", {}, ()),
+    ("kangaroo_smollm2", {}, ()),
+    ("draft_lm_smollm2", {}, ()),
+    ("eagle3_smollm2", {}, ("shard.checkpointing=true",)),
+    ("dspark_smollm2", {}, ()),
+    ("medusa2_smollm2", {}, ()),
 )
 def test_a_step_needs_what_is_estimated(name: str, changes: dict[str, Any], overrides: tuple[str, ...]) -> None:
     settings = {"seq_len": 256, "store_hidden_states": False, **changes}
@@ -179,8 +176,7 @@ def test_disk() -> None:
 
 
 def test_a_target_that_the_base_does_not_have_is_refused() -> None:
-    with pytest.raises(UserError, match="no linear layer 'c_attn'"):
-        Estimate(recipe("recipe=medusa2_smollm2", *TINY, "head.lora_targets=[c_attn]"))
+    refuses("no linear layer 'c_attn'", Estimate, recipe("recipe=medusa2_smollm2", *TINY, "head.lora_targets=[c_attn]"))
 
 
 # Hours -------------------------------------------------------------------------------------------------------
@@ -236,8 +232,7 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
         absent = recipe("recipe=medusa_smollm2", "base=custom", f"base.name={name}")
         assert f"{name} is not on this machine" in hours.why_not_measured(absent, plan)
     assert "several devices" in hours.why_not_measured(absent, Estimate(recipe(*tiny), 2))
-    with pytest.raises(UserError, match="hours needs mode=estimate"):
-        recipe("recipe=medusa_smollm2", "hours=2")
+    refuses("hours needs mode=estimate", recipe, "recipe=medusa_smollm2", "hours=2")
 
 
 @pytest.mark.parametrize(("chosen", "obstacle"), [("cpu", "too slow"), (None, ""), (None, "too slow")])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.train.pipeline import run_pipeline
-from support import GOLDEN_TEXT, assert_same_run, composed, forget_after, losses_of
+from support import GOLDEN_TEXT, assert_same_run, cases, composed, forget_after, losses_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = ("medusa", "eagle3", "hydra", "hydra_pp", "mlp_speculator")
@@ -29,13 +29,11 @@ def test_golden_losses(tmp_path: Path, head: str) -> None:
     assert losses == pytest.approx(json.loads((GOLDEN / f"{head}_tiny_losses.json").read_text()), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "stops"),
-    [
-        ("medusa2_smollm2", JOINT, (6, 9)),  # before the phase that trains the base, and in its midst
-        ("medusa_smollm2", (*STREAM, "phases.pretrain.optim.name=muon"), (3, 12)),
-        pytest.param("mlp_speculator_smollm2", (), (12,), marks=pytest.mark.slow),
-    ],
+@cases(
+    "recipe, options, stops",
+    ("medusa2_smollm2", JOINT, (6, 9)),  # before the phase that trains the base, and in its midst
+    ("medusa_smollm2", (*STREAM, "phases.pretrain.optim.name=muon"), (3, 12)),
+    pytest.param("mlp_speculator_smollm2", (), (12,), marks=pytest.mark.slow),
     ids=["medusa2", "stream and muon", "mlp_speculator"],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, recipe: str, options: tuple[str, ...], stops: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
 from drafthead.train.run_folder import check_settings, training_settings
 from drafthead.train.trainer import trainer
-from support import TinyBase, composed, losses_of
+from support import TinyBase, cases, composed, losses_of, refuses
 
 SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
 TRAINED = "stages=[corpora,train]"
@@ -47,18 +47,15 @@ def finished(medusa_run: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
-    with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
-        train(finished, TRAINED, "phases.distill.optim.lr=0.005")
-    with pytest.raises(UserError, match="sampler.temperature"):
-        train(finished, TRAINED, "data.answers.sampler.temperature=0.5", "resume=false")
+    refuses(r"phases.distill.optim.lr=.*resume=false", train, finished, TRAINED, "phases.distill.optim.lr=0.005")
+    refuses("sampler.temperature", train, finished, TRAINED, "data.answers.sampler.temperature=0.5", "resume=false")
     with pytest.raises(UserError, match="another base or adapter .base.fingerprint .* choose another folder"):
         train(finished, TRAINED, "base.seed=1", "resume=false")
 
 
 def test_a_trained_folder_without_its_settings_is_rejected(finished: Path) -> None:
     (finished / "run" / "training-settings.json").unlink()
-    with pytest.raises(UserError, match="training-settings.json is missing.*restore"):
-        train(finished, TRAINED, "phases.distill.optim.lr=0.005")
+    refuses("training-settings.json is missing.*restore", train, finished, TRAINED, "phases.distill.optim.lr=0.005")
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +63,19 @@ def zero_floor() -> RunConfig:
     return recipe(Path("unused"), "phases.distill.boost.floor=0")
 
 
-@pytest.mark.parametrize(
-    ("key", "saved", "is_accepted"),
-    [
-        ("phases.distill.boost.floor", 0, True),
-        ("phases.distill.boost.floor", False, False),  # Python's 0 == False
-        ("phases.distill.boost.floor", "", False),
-        ("phases.distill.boost.floor", None, False),
-        ("phases.distill.boost.floor", ..., False),  # absent: its default is 0.1
-        ("init_from", ..., True),  # absent: its default is None
-        ("init_from", "", False),
-        ("phases.distill.optim.name", ..., True),
-        ("phases.distill.rows_per_step", ..., False),
-        ("data.answers.sources", ..., False),
-        ("phases.distill.unknown", False, False),
-    ],
+@cases(
+    "key, saved, is_accepted",
+    ("phases.distill.boost.floor", 0, True),
+    ("phases.distill.boost.floor", False, False),  # Python's 0 == False
+    ("phases.distill.boost.floor", "", False),
+    ("phases.distill.boost.floor", None, False),
+    ("phases.distill.boost.floor", ..., False),  # absent: its default is 0.1
+    ("init_from", ..., True),  # absent: its default is None
+    ("init_from", "", False),
+    ("phases.distill.optim.name", ..., True),
+    ("phases.distill.rows_per_step", ..., False),
+    ("data.answers.sources", ..., False),
+    ("phases.distill.unknown", False, False),
 )
 def test_resuming_tells_values_apart_and_fills_in_defaults(
     zero_floor: RunConfig, tmp_path: Path, key: str, saved: Any, is_accepted: bool
@@ -94,28 +89,25 @@ def test_resuming_tells_values_apart_and_fills_in_defaults(
     if is_accepted:
         check_settings(path, run)
     else:
-        with pytest.raises(UserError, match=f"{key}.*resume=false"):
-            check_settings(path, run)
+        refuses(f"{key}.*resume=false", check_settings, path, run)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("recipe=medusa_lama", "medusa_lama"),
-        ("phases.distill.steps=many", "many"),
-        ("+head.dpeth=3", r"MedusaConfig has no dpeth; .*misspelt .*\(it has .*num_draft_tokens"),
-        ("head.head_type=os.system", "head_type must be one of draft_lm, .*, got 'os.system'"),
-        ("data.text.sources=[{_target_:os.system,kind:text,name:x}]", r"sources\[0\]._target_ is not a setting"),
-        ("phases.distill.seq_len=64", "rows of up to"),
-        ("name=a/b", "name must be letters, digits"),
-        ("data.text.stream=true phases.pretrain.store_hidden_states=true", "phases.pretrain.store_hidden_states"),
-        ("data.text.stream=true recipe=medusa2_smollm2", "quality_limits"),
-        ("recipe=kangaroo_llama3 head.exit_layer=99", "head.exit_layer must be .* got .*99"),
-        (f"recipe=medusa2_smollm2 {PLAIN_MEDUSA}", "phases.joint.train_base .*MedusaConfig"),
-        ("recipe=medusa2_smollm2 phases.joint.train_base=false", "quality_limits"),
-        (f"recipe=medusa2_smollm2 phases.distill.train_base=true {NOT_JOINT}", "phases.joint .*phases.distill"),
-        ("recipe=medusa2_smollm2 base.adapter=some/folder", "base.adapter=some/folder .*phases.joint.train_base"),
-    ],
+@cases(
+    "override, message",
+    ("recipe=medusa_lama", "medusa_lama"),
+    ("phases.distill.steps=many", "many"),
+    ("+head.dpeth=3", r"MedusaConfig has no dpeth; .*misspelt .*\(it has .*num_draft_tokens"),
+    ("head.head_type=os.system", "head_type must be one of draft_lm, .*, got 'os.system'"),
+    ("data.text.sources=[{_target_:os.system,kind:text,name:x}]", r"sources\[0\]._target_ is not a setting"),
+    ("phases.distill.seq_len=64", "rows of up to"),
+    ("name=a/b", "name must be letters, digits"),
+    ("data.text.stream=true phases.pretrain.store_hidden_states=true", "phases.pretrain.store_hidden_states"),
+    ("data.text.stream=true recipe=medusa2_smollm2", "quality_limits"),
+    ("recipe=kangaroo_llama3 head.exit_layer=99", "head.exit_layer must be .* got .*99"),
+    (f"recipe=medusa2_smollm2 {PLAIN_MEDUSA}", "phases.joint.train_base .*MedusaConfig"),
+    ("recipe=medusa2_smollm2 phases.joint.train_base=false", "quality_limits"),
+    (f"recipe=medusa2_smollm2 phases.distill.train_base=true {NOT_JOINT}", "phases.joint .*phases.distill"),
+    ("recipe=medusa2_smollm2 base.adapter=some/folder", "base.adapter=some/folder .*phases.joint.train_base"),
 )
 def test_bad_settings_are_one_clear_error(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message):
@@ -157,8 +149,7 @@ def test_broken_prompts_are_named_by_the_setting_that_the_user_typed(tmp_path: P
     }.items():
         path.write_text(content)
         for check in (preflight, print_estimate):
-            with pytest.raises(UserError, match=says):
-                check(composed(tmp_path, *run)[0])
+            refuses(says, check, composed(tmp_path, *run)[0])
     path.write_text('{"messages": [{"role": "user", "content": "x"}]}')
     with pytest.raises(UserError, match="1 transcripts cannot be trained on: .*has no assistant's turn"):
         print_estimate(composed(tmp_path, *run[:2], f"data.transcripts={path}")[0])
@@ -172,8 +163,7 @@ def test_data_too_few_to_hold_a_conversation_out_is_refused_before_the_base_is_l
         f"data.prompts={path}": "^19 conversations .*; name more data.prompts",
         f"data.transcripts={path}": "^19 conversations .*; name more data.transcripts",
     }.items():
-        with pytest.raises(UserError, match=says):
-            preflight(composed(tmp_path, *tiny, setting)[0])
+        refuses(says, preflight, composed(tmp_path, *tiny, setting)[0])
     preflight(composed(tmp_path, *tiny, f"data.transcripts={path}", "data.own_answers=true")[0])
 
 
@@ -194,11 +184,9 @@ def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> 
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{')
     override = f"data.text.sources=[{{kind: jsonl, name: {tmp_path / 'x.jsonl'}}}]"
     preflight(stream(tmp_path, override)[0])
-    with pytest.raises(UserError, match="x.jsonl line 2"):
-        preflight(stream(tmp_path, override, "data.text.stream=false")[0])
+    refuses("x.jsonl line 2", preflight, stream(tmp_path, override, "data.text.stream=false")[0])
     (tmp_path / "x.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="is empty"):
-        preflight(stream(tmp_path, override)[0])
+    refuses("is empty", preflight, stream(tmp_path, override)[0])
     with pytest.raises(UserError, match="has no weight"):  # not after the answers are generated
         preflight(stream(tmp_path, override.replace("}]", "}, {kind: builtin, name: stdlib_tiny, weight: 2}]"))[0])
 
@@ -244,8 +232,7 @@ def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     precious = tmp_path / "run" / "head" / "novel.txt"
     precious.parent.mkdir(parents=True)
     precious.write_text("Call me Ishmael.")
-    with pytest.raises(UserError, match="head, but .* has no training-settings.json"):
-        train(tmp_path, "resume=false")
+    refuses("head, but .* has no training-settings.json", train, tmp_path, "resume=false")
     assert precious.exists()
 
 
@@ -257,8 +244,7 @@ def test_two_runs_in_one_folder_are_refused_before_anything_is_loaded(tmp_path: 
 
 def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UserError, match="mixed_precision=fp8"):
-        train(tmp_path)
+    refuses("mixed_precision=fp8", train, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -266,8 +252,7 @@ def test_a_run_without_a_token_to_train_on_fails(with_medusa_corpora: Path) -> N
     """A head learns the second token after a position, which documents of a single letter lack."""
     (with_medusa_corpora / "letters.jsonl").write_text('{"text": "a"}\n' * 2000)
     source = f"data.text.sources=[{{kind: jsonl, name: {with_medusa_corpora / 'letters.jsonl'}}}]"
-    with pytest.raises(UserError, match="phase pretrain, step 2: .* no token to train on"):
-        train(with_medusa_corpora, "log_every=2", source)
+    refuses("phase pretrain, step 2: .* no token to train on", train, with_medusa_corpora, "log_every=2", source)
 
 
 def test_validation_and_saving_do_not_count_as_training_time(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,16 +280,14 @@ def test_each_stage_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
         run_pipeline(replace(config, stages=[stage], **changes), resolved)
 
     for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
-        with pytest.raises(UserError, match=f"run the stage {missing} first"):
-            only(stage)
+        refuses(f"run the stage {missing} first", only, stage)
     only("corpora")
     assert not (run / "checkpoints").exists() and "try it" not in capsys.readouterr().out
     only("train")
     assert f"drafthead generate head={run / 'head'} " in (printed := capsys.readouterr().out)
     assert "report.html" not in printed and printed.splitlines()[-1].startswith("time: ")
     assert not (run / "calibration.json").exists()
-    with pytest.raises(UserError, match="calibration.json is missing.*stages=.tree,evaluate"):
-        only("evaluate")
+    refuses("calibration.json is missing.*stages=.tree,evaluate", only, "evaluate")
     for stage in ("tree", "evaluate", "card"):
         only(stage)
     assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
@@ -327,8 +310,7 @@ def test_rows_that_the_processes_cannot_share_are_refused(tmp_path: Path) -> Non
     run = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *uneven)[0]
     assert run.phases["distill"].batch_line(2, 5) == "5 rows per step (up to 2 per process x 2 x 2 accumulated)"
     preflight(run, 2)
-    with pytest.raises(UserError, match="phases.distill.rows_per_step=5 .* 8 processes.*, such as 8"):
-        preflight(run, 8)
+    refuses("phases.distill.rows_per_step=5 .* 8 processes.*, such as 8", preflight, run, 8)
 
 
 def test_a_step_split_into_micro_batches_trains_the_same(finished: Path) -> None:
@@ -353,8 +335,7 @@ def test_packaged_answers_are_those_of_the_embedded_base_alone(tmp_path: Path) -
 
 def test_a_run_without_prompts_is_refused(tmp_path: Path) -> None:
     none = ("recipe=medusa_smollm2", "debug=tiny", "data.answers.prompts=0", "data.answers.self_prompted=0")
-    with pytest.raises(UserError, match="set data.answers.prompts or data.answers.self_prompted"):
-        composed(tmp_path, *none)
+    refuses("set data.answers.prompts or data.answers.self_prompted", composed, tmp_path, *none)
     composed(tmp_path, *none, "data.transcripts=chats.jsonl")
 
 

@@ -1,12 +1,11 @@
 """The draft vocabulary: the most frequent ids, and what must never be missing."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.errors import UserError
+from support import refuses
 
 COUNTS = np.array([5, 0, 9, 1, 5, 0])
 
@@ -42,5 +41,4 @@ def test_no_better_choice(counts: list[int], data: st.DataObject) -> None:
 
 
 def test_ids_that_must_be_kept_need_room() -> None:
-    with pytest.raises(UserError, match="cannot hold the 2"):
-        draft_vocabulary(COUNTS, 1, [1, 2])
+    refuses("cannot hold the 2", draft_vocabulary, COUNTS, 1, [1, 2])

@@ -19,6 +19,7 @@ from drafthead.data.answers.server import BadAnswerError, Completions, ServerBac
 from drafthead.data.answers.store import Answer, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.errors import UserError
+from support import cases, refuses
 
 TOKENIZER = tiny_tokenizer()
 EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
@@ -108,13 +109,11 @@ def test_slow_answers_are_given_up_and_requested_again(server: Any) -> None:
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("400", r"refuses prompt \d+ \(400: injected.*answers are kept"),
-        ("401", r"refuses prompt \d+ \(401: injected.*OPENAI_API_KEY is not set"),
-        ("404", r"refuses prompt \d+ \(404.*does not serve completions of this model.*server.url"),
-    ],
+@cases(
+    "fault, says",
+    ("400", r"refuses prompt \d+ \(400: injected.*answers are kept"),
+    ("401", r"refuses prompt \d+ \(401: injected.*OPENAI_API_KEY is not set"),
+    ("404", r"refuses prompt \d+ \(404.*does not serve completions of this model.*server.url"),
 )
 def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: str, says: str) -> None:
     server.fault = lambda number, body: fault if number == 30 else None
@@ -133,8 +132,7 @@ def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: s
 @pytest.mark.parametrize(("fault", "last"), [("503", "503: injected"), ("dropped", "Remote"), ("empty", "an empty")])
 def test_too_many_tries(server: Any, fault: str, last: str) -> None:
     server.fault = lambda number, body: fault if body["prompt"] == PROMPTS[5][1] else None
-    with pytest.raises(UserError, match=rf"gave no answer to prompt 5 in 3 tries, lastly: {last}"):
-        collect(backend(server, tries=3))
+    refuses(rf"gave no answer to prompt 5 in 3 tries, lastly: {last}", collect, backend(server, tries=3))
     assert sum(body["prompt"] == PROMPTS[5][1] for body in server.bodies) == 3
 
 
@@ -154,8 +152,7 @@ def test_no_prompt_follows_a_redirect(server: Any, completions_server: Callable[
     other = completions_server(answer, TOKENIZER, frozenset({EOS}))
     server.elsewhere = other.url
     server.fault = lambda number, body: "redirect"
-    with pytest.raises(UserError, match=f"redirects to {other.url}/v1/completions.*: no prompt is sent there"):
-        collect(backend(server))
+    refuses(f"redirects to {other.url}/v1/completions.*: no prompt is sent there", collect, backend(server))
     assert len(server.bodies) == 1 and not other.bodies
 
 
@@ -168,8 +165,7 @@ def test_parts_of_the_key_are_not_shown() -> None:
 
 def test_the_key_is_sent_and_never_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.key = "sk-secret"
-    with pytest.raises(UserError, match="401.*OPENAI_API_KEY is not set"):
-        check_server(ServerConfig(url=server.url), "base", 10)
+    refuses("401.*OPENAI_API_KEY is not set", check_server, ServerConfig(url=server.url), "base", 10)
     for key, says in (
         ("sk-wrong", "OPENAI_API_KEY is set, but not accepted"),
         ("sk-\u00e9", "OPENAI_API_KEY holds characters that no key has"),
@@ -201,8 +197,7 @@ def test_a_corpus_resumes_with_the_kind_of_answers_it_was_started_with(server: A
     recorded = {"server": {"model": "alias", "prompts": "ids", "answers": "text"}}
     made = backend(server)
     assert made.identity(recorded) == recorded and not server.bodies, "a finished corpus needs no server"
-    with pytest.raises(UserError, match="started with answers as text"):
-        collect(made)
+    refuses("started with answers as text", collect, made)
 
 
 def test_another_model_is_noticed(server: Any) -> None:
@@ -216,18 +211,16 @@ def test_another_model_is_noticed(server: Any) -> None:
         backend(server).check(PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
-    ("models", "expected", "longest", "says"),
-    [
-        ([{"id": "a"}, {"id": "b"}], None, 10, "serves a, b; name the one that is 'tiny' with .*server.model"),
-        ([{"id": "a"}, {"id": "b"}], "c", 10, "does not serve 'c', but a, b"),
-        ([], None, 10, "lists no models; serve 'tiny' there"),
-        ([], "c", 10, "lists no models"),
-        ([{"id": "a", "max_model_len": 64}], None, 65, "context of 64 tokens, but prompts and answers have up to 65"),
-        ([{"id": "a"}, {"id": "tiny", "max_model_len": None}], None, 10, None),
-        ([{"id": "a"}, {"id": "b"}, {"no": "id"}, {"id": 5}], "b", 10, None),
-        (5, "c", 10, "lists no models"),
-    ],
+@cases(
+    "models, expected, longest, says",
+    ([{"id": "a"}, {"id": "b"}], None, 10, "serves a, b; name the one that is 'tiny' with .*server.model"),
+    ([{"id": "a"}, {"id": "b"}], "c", 10, "does not serve 'c', but a, b"),
+    ([], None, 10, "lists no models; serve 'tiny' there"),
+    ([], "c", 10, "lists no models"),
+    ([{"id": "a", "max_model_len": 64}], None, 65, "context of 64 tokens, but prompts and answers have up to 65"),
+    ([{"id": "a"}, {"id": "tiny", "max_model_len": None}], None, 10, None),
+    ([{"id": "a"}, {"id": "b"}, {"no": "id"}, {"id": 5}], "b", 10, None),
+    (5, "c", 10, "lists no models"),
 )
 def test_models_served(server: Any, models: list[Any], expected: str | None, longest: int, says: str | None) -> None:
     server.models = models
@@ -235,8 +228,7 @@ def test_models_served(server: Any, models: list[Any], expected: str | None, lon
     if says is None:
         assert check_server(config, "tiny", longest) == (expected or "tiny")
     else:
-        with pytest.raises(UserError, match=says):
-            check_server(config, "tiny", longest)
+        refuses(says, check_server, config, "tiny", longest)
 
 
 def test_no_server(server: Any) -> None:
@@ -270,24 +262,22 @@ def one(choice: dict[str, Any], usage: Any = None) -> dict[str, Any]:
     return {"choices": [choice], "usage": usage}
 
 
-@pytest.mark.parametrize(
-    ("choice", "answer", "finished"),
-    [
-        ({"token_ids": [70, 71, 72, 73], "finish_reason": "length"}, [70, 71, 72, 73], False),
-        ({"token_ids": [70, EOS], "finish_reason": "stop"}, [70, EOS], True),
-        # Servers may leave out the end-of-turn token: the stated one is added, or else the tokenizer's.
-        ({"token_ids": [70], "finish_reason": "stop"}, [70, EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": OTHER_EOS}, [70, OTHER_EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "matched_stop": OTHER_EOS}, [70, OTHER_EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": "\n"}, [70, EOS], True),
-        # A server that does not know all the tokens that end an answer of this base.
-        ({"token_ids": [70, OTHER_EOS, 71, 72], "finish_reason": "length"}, [70, OTHER_EOS], True),
-        ({"token_ids": [70, 71, 72, EOS], "finish_reason": "length"}, [70, 71, 72, EOS], True),
-        # Text is encoded, and never longer than requested.
-        ({"text": "hi", "finish_reason": "stop"}, [*b"hi", EOS], True),
-        ({"text": "hello", "finish_reason": "stop"}, list(b"hell"), False),
-        ({"text": "hi<|im_end|>more", "finish_reason": "length"}, [*b"hi", EOS], True),
-    ],
+@cases(
+    "choice, answer, finished",
+    ({"token_ids": [70, 71, 72, 73], "finish_reason": "length"}, [70, 71, 72, 73], False),
+    ({"token_ids": [70, EOS], "finish_reason": "stop"}, [70, EOS], True),
+    # Servers may leave out the end-of-turn token: the stated one is added, or else the tokenizer's.
+    ({"token_ids": [70], "finish_reason": "stop"}, [70, EOS], True),
+    ({"token_ids": [70], "finish_reason": "stop", "stop_reason": OTHER_EOS}, [70, OTHER_EOS], True),
+    ({"token_ids": [70], "finish_reason": "stop", "matched_stop": OTHER_EOS}, [70, OTHER_EOS], True),
+    ({"token_ids": [70], "finish_reason": "stop", "stop_reason": "\n"}, [70, EOS], True),
+    # A server that does not know all the tokens that end an answer of this base.
+    ({"token_ids": [70, OTHER_EOS, 71, 72], "finish_reason": "length"}, [70, OTHER_EOS], True),
+    ({"token_ids": [70, 71, 72, EOS], "finish_reason": "length"}, [70, 71, 72, EOS], True),
+    # Text is encoded, and never longer than requested.
+    ({"text": "hi", "finish_reason": "stop"}, [*b"hi", EOS], True),
+    ({"text": "hello", "finish_reason": "stop"}, list(b"hell"), False),
+    ({"text": "hi<|im_end|>more", "finish_reason": "length"}, [*b"hi", EOS], True),
 )
 def test_answers_end_as_the_built_in_ones_do(choice: dict[str, Any], answer: list[int], finished: bool) -> None:
     assert parse(one(choice)) == (answer, finished)
@@ -297,23 +287,21 @@ BAD = BadAnswerError
 STOPPED, CUT = {"finish_reason": "stop"}, {"finish_reason": "length"}
 
 
-@pytest.mark.parametrize(
-    ("payload", "error", "says"),
-    [
-        # Another try may help.
-        ([], BAD, "without an answer"),
-        ({"choices": [{}, {}]}, BAD, "without an answer"),
-        ({"choices": ["hi"]}, BAD, "without an answer"),
-        (one({"finish_reason": "abort", "token_ids": [70]}), BAD, "ended by 'abort'"),
-        (one(STOPPED), BAD, "no token ids below 259"),
-        *((one({**STOPPED, "token_ids": [odd]}), BAD, "no token ids below 259") for odd in (259, True)),
-        (one({**CUT, "token_ids": [70] * 5}), BAD, "5 tokens"),
-        (one({**STOPPED, "text": None}), BAD, "no text"),
-        *((one({**STOPPED, "token_ids": []}, u), BAD, "an empty answer") for u in (None, {"completion_tokens": 0})),
-        (one({**STOPPED, "text": ""}), BAD, "an empty answer"),
-        # No other try helps.
-        (one({**CUT, "token_ids": [70, 71]}), UserError, r"cut .* prompt 7 \(3 tokens\) after 2 of 4 .*longer context"),
-    ],
+@cases(
+    "payload, error, says",
+    # Another try may help.
+    ([], BAD, "without an answer"),
+    ({"choices": [{}, {}]}, BAD, "without an answer"),
+    ({"choices": ["hi"]}, BAD, "without an answer"),
+    (one({"finish_reason": "abort", "token_ids": [70]}), BAD, "ended by 'abort'"),
+    (one(STOPPED), BAD, "no token ids below 259"),
+    *((one({**STOPPED, "token_ids": [odd]}), BAD, "no token ids below 259") for odd in (259, True)),
+    (one({**CUT, "token_ids": [70] * 5}), BAD, "5 tokens"),
+    (one({**STOPPED, "text": None}), BAD, "no text"),
+    *((one({**STOPPED, "token_ids": []}, u), BAD, "an empty answer") for u in (None, {"completion_tokens": 0})),
+    (one({**STOPPED, "text": ""}), BAD, "an empty answer"),
+    # No other try helps.
+    (one({**CUT, "token_ids": [70, 71]}), UserError, r"cut .* prompt 7 \(3 tokens\) after 2 of 4 .*longer context"),
 )
 def test_what_is_no_answer_is_refused(payload: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
@@ -328,8 +316,7 @@ def test_an_empty_answer_is_accepted_if_one_token_was_generated(fields: dict[str
 
 def test_ends_of_turns_may_be_ignored() -> None:
     assert parse(one({**CUT, "token_ids": [70, EOS, 71, 72]}), ignore_eos=True)[0] == [70, EOS, 71, 72]
-    with pytest.raises(UserError, match="ended answer 7 despite ignore_eos"):
-        parse(one({**STOPPED, "token_ids": [70, EOS]}), ignore_eos=True)
+    refuses("ended answer 7 despite ignore_eos", parse, one({**STOPPED, "token_ids": [70, EOS]}), ignore_eos=True)
 
 
 def test_requests() -> None:
@@ -340,13 +327,11 @@ def test_requests() -> None:
     assert 0 <= completions(seed=2**31 - 1).request("m", PROMPT)["seed"] < 2**31
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"url": "localhost:8000"}, "url must be like http://host:8000"),
-        ({"url": "http://host:80a"}, "url must be like http://host:8000"),
-        ({"url": "http://me:sk-1@host"}, "password; .*OPENAI_API_KEY"),
-    ],
+@cases(
+    "settings, says",
+    ({"url": "localhost:8000"}, "url must be like http://host:8000"),
+    ({"url": "http://host:80a"}, "url must be like http://host:8000"),
+    ({"url": "http://me:sk-1@host"}, "password; .*OPENAI_API_KEY"),
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:

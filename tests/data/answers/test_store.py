@@ -12,6 +12,7 @@ import pytest
 from drafthead.data.answers import store as answers
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.errors import UserError
+from support import refuses
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 
@@ -63,8 +64,7 @@ def test_counts_and_stats(tmp_path: Path) -> None:
     assert (stats.rows, stats.tokens, stats.finished) == (6, len(answers), 3)
     stats = store.stats(leave_out=lambda number: number > 1)
     assert (stats.rows, stats.finished) == (2, 1)
-    with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
-        store.token_counts(2)
+    refuses(r"has token id \d+, but the vocabulary has 2", store.token_counts, 2)
 
 
 def test_hidden_states_that_would_be_read_at_other_tokens_are_refused(tmp_path: Path) -> None:
@@ -138,16 +138,12 @@ def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
 def test_bad_stores(tmp_path: Path) -> None:
     store, other = (AnswerStore(tmp_path / "a", MADE_BY) for _ in range(2))
     store.append_shard([make_answer(1)])
-    with pytest.raises(UserError, match="stop the other process"):
-        other.append_shard([make_answer(2)])
+    refuses("stop the other process", other.append_shard, [make_answer(2)])
     with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; choose another folder"):
         AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
-    with pytest.raises(UserError, match=r"prompts \[1\] have two answers"):
-        store.append_shard([make_answer(1)])
-    with pytest.raises(UserError, match=r"prompts \[3\] have two answers"):
-        store.append_shard([make_answer(3), make_answer(3)])
-    with pytest.raises(UserError, match="does not exist"):
-        AnswerStore(tmp_path / "none")
+    refuses(r"prompts \[1\] have two answers", store.append_shard, [make_answer(1)])
+    refuses(r"prompts \[3\] have two answers", store.append_shard, [make_answer(3), make_answer(3)])
+    refuses("does not exist", AnswerStore, tmp_path / "none")
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
@@ -155,12 +151,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
     shard = tmp_path / "shard-00000.parquet"
     (tmp_path / "shard-00001.parquet").write_bytes(shard.read_bytes())
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
-    with pytest.raises(UserError, match=r"prompt 1 .* shard-00000.parquet and shard-00001.parquet"):
-        AnswerStore(tmp_path, MADE_BY)
+    refuses(r"prompt 1 .* shard-00000.parquet and shard-00001.parquet", AnswerStore, tmp_path, MADE_BY)
     (tmp_path / "shard-00001.parquet").unlink()
     (tmp_path / "shard-00000.safetensors").unlink()
-    with pytest.raises(UserError, match=r"shard-00000.safetensors is missing"):
-        AnswerStore(tmp_path, MADE_BY)
+    refuses(r"shard-00000.safetensors is missing", AnswerStore, tmp_path, MADE_BY)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match="holds answers but no manifest"):
-        AnswerStore(tmp_path, MADE_BY)
+    refuses("holds answers but no manifest", AnswerStore, tmp_path, MADE_BY)

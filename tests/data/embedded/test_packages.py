@@ -10,8 +10,8 @@ import pytest
 
 from drafthead.data.embedded import packages as embedded
 from drafthead.data.embedded.packages import Package, fetch, read_member, smollm2_folder
-from drafthead.errors import UserError
 from drafthead.files.local import cache_dir
+from support import refuses
 
 WHEEL = "toy-1.0-py3-none-any.whl"
 METADATA = {
@@ -57,16 +57,14 @@ def test_environments_without_pip(wheel: Path, tmp_path: Path, monkeypatch: pyte
 def test_a_failed_download_names_a_remedy_that_works(wheel: Path) -> None:
     content = wheel.read_bytes()
     wheel.unlink()
-    with pytest.raises(UserError, match=f"could not download toy==1.0: .*No matching distribution.*{WHEEL}"):
-        fetch("toy")
+    refuses(f"could not download toy==1.0: .*No matching distribution.*{WHEEL}", fetch, "toy")
     (cache_dir() / "wheels" / WHEEL).write_bytes(content)
     assert read_member("toy", "toy/data.txt") == b"hello"
 
 
 def test_another_file_of_the_same_name_is_refused(wheel: Path) -> None:
     fetch("toy").write_bytes(b"x")
-    with pytest.raises(UserError, match=f"{WHEEL} does not have the pinned sha256"):
-        fetch("toy")
+    refuses(f"{WHEEL} does not have the pinned sha256", fetch, "toy")
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.errors import UserError
 from drafthead.models.decoding.loop import check_ids
+from support import refuses
 
 TOKENIZER = tiny_tokenizer()
 SYSTEM = {"role": "system", "content": "S"}
@@ -37,19 +38,16 @@ def test_ids_are_taken_as_they_are() -> None:
 def test_an_empty_turn_fails_where_it_is_asked() -> None:
     with pytest.raises(UserError, match=r"prompt 3 \(qa\) is empty; give it some words"):
         asked(EvalPrompt("qa", 3, [SYSTEM, {"role": "user", "content": " \n"}]))
-    with pytest.raises(UserError, match=r"prompt 3 \(qa\) is empty"):
-        asked(EvalPrompt("qa", 3, [], input_ids=()))
+    refuses(r"prompt 3 \(qa\) is empty", asked, EvalPrompt("qa", 3, [], input_ids=()))
     late = EvalPrompt("qa", 3, [{"role": "user", "content": "A"}], ("",))
     asked(late)
-    with pytest.raises(UserError, match=r"prompt 3 \(qa, turn 2 of 2\) is empty"):
-        asked(late, "one")
+    refuses(r"prompt 3 \(qa, turn 2 of 2\) is empty", asked, late, "one")
 
 
 def test_a_refusing_template_names_the_prompt() -> None:
     bare = tiny_tokenizer()
     bare.chat_template = None
-    with pytest.raises(UserError, match=r"prompt 4 \(chat, turn 1 of 3\).*chat template"):
-        conversation_ids(bare, TWO)
+    refuses(r"prompt 4 \(chat, turn 1 of 3\).*chat template", conversation_ids, bare, TWO)
 
 
 def test_ids_the_base_cannot_read() -> None:
@@ -63,5 +61,4 @@ def test_ids_the_base_cannot_read() -> None:
         ([1] * 16, r"prompt 4 \(chat, turn 2 of 3\) has 16 tokens, .*max_new_tokens=5 .*of 20; shor"),
         ([1, 1, 300], "token id 300 at position 2, but the base's ids go from 0 to 299"),
     ):
-        with pytest.raises(UserError, match=says):
-            check(tokens)
+        refuses(says, check, tokens)

@@ -11,6 +11,7 @@ from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.prompts.prompt_files import read_dataset, read_jsonl
 from drafthead.data.text.readers import open_dataset
 from drafthead.errors import UserError
+from support import cases, refuses
 
 pytestmark = pytest.mark.usefixtures("offline")
 USER = {"role": "user", "content": "Hi"}
@@ -68,8 +69,7 @@ BROKEN = [
 def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    with pytest.raises(UserError, match=message):
-        read_jsonl(path)
+    refuses(message, read_jsonl, path)
 
 
 def test_all_broken_lines_are_listed_up_to_five(tmp_path: Path) -> None:
@@ -87,8 +87,7 @@ def test_no_file_and_an_empty_file(tmp_path: Path) -> None:
         "": r"cannot be read to its end \(Is a directory",
         "empty.jsonl": r'empty.jsonl is empty; each line must be \{"prompt"',
     }.items():
-        with pytest.raises(UserError, match=message):
-            read_jsonl(tmp_path / name)
+        refuses(message, read_jsonl, tmp_path / name)
 
 
 def save(path: Path, **columns: list[Any]) -> Path:
@@ -108,15 +107,13 @@ def test_a_dataset_folder_prefers_its_test_split(tmp_path: Path) -> None:
     assert len(read_dataset(f"{tmp_path / 'set'}:train[2:4]:prompt")) == 2
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("x", EvalPrompt("d", 0, [{"role": "user", "content": "x"}])),
-        (["x", "y"], EvalPrompt("d", 0, [{"role": "user", "content": "x"}], ("y",))),
-        ([3, 4], EvalPrompt("d", 0, [], input_ids=(3, 4))),
-        ([SYSTEM, USER, REPLY], EvalPrompt("d", 0, [SYSTEM, USER])),
-        ([USER, REPLY, USER], EvalPrompt("d", 0, [USER, REPLY, USER])),
-    ],
+@cases(
+    "value, expected",
+    ("x", EvalPrompt("d", 0, [{"role": "user", "content": "x"}])),
+    (["x", "y"], EvalPrompt("d", 0, [{"role": "user", "content": "x"}], ("y",))),
+    ([3, 4], EvalPrompt("d", 0, [], input_ids=(3, 4))),
+    ([SYSTEM, USER, REPLY], EvalPrompt("d", 0, [SYSTEM, USER])),
+    ([USER, REPLY, USER], EvalPrompt("d", 0, [USER, REPLY, USER])),
     ids=["text", "turns", "ids", "answered", "history"],
 )
 def test_a_column_is_read_by_what_it_holds(tmp_path: Path, value: Any, expected: EvalPrompt) -> None:
@@ -127,8 +124,7 @@ def test_a_column_is_read_by_what_it_holds(tmp_path: Path, value: Any, expected:
 def test_a_data_file_of_any_name(tmp_path: Path) -> None:
     path = save(tmp_path / "a [1]:*, b" / "d [x].parquet", prompt=["y"])
     assert [prompt.task for prompt in read_dataset(str(path))] == ["d [x]"]
-    with pytest.raises(UserError, match=r"datasets takes for a pattern; rename it"):
-        open_dataset(str(path.parent))
+    refuses(r"datasets takes for a pattern; rename it", open_dataset, str(path.parent))
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
@@ -137,17 +133,14 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     datasets.DatasetDict({"dev": one, "validation": one}).save_to_disk(str(tmp_path / "two"))
     for spec in ("one", "two", "two:dev"):
         assert [p.messages[0]["content"] for p in read_dataset(f"{tmp_path}/{spec}")] == ["x"]
-    with pytest.raises(UserError, match="'test'.*dev, validation"):
-        read_dataset(f"{tmp_path}/two:test")
+    refuses("'test'.*dev, validation", read_dataset, f"{tmp_path}/two:test")
 
 
-@pytest.mark.parametrize(
-    ("spec", "opened", "task"),
-    [
-        ("user/name-v1.5:test", ("user/name-v1.5", None, "test"), "name-v1.5"),
-        ("user/name/main:dev", ("user/name", "main", "dev"), "main"),
-        ("gsm8k:test", ("gsm8k", None, "test"), "gsm8k"),
-    ],
+@cases(
+    "spec, opened, task",
+    ("user/name-v1.5:test", ("user/name-v1.5", None, "test"), "name-v1.5"),
+    ("user/name/main:dev", ("user/name", "main", "dev"), "main"),
+    ("gsm8k:test", ("gsm8k", None, "test"), "gsm8k"),
 )
 def test_a_hub_dataset_with_a_configuration(
     dataset_hub: Any, spec: str, opened: tuple[str, str | None, str], task: str
@@ -156,8 +149,7 @@ def test_a_hub_dataset_with_a_configuration(
     assert [prompt.task for prompt in read_dataset(spec)] == [task]
     assert tuple(dataset_hub.opened[key] for key in ("name", "subset", "split")) == opened
     dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": []})
-    with pytest.raises(UserError, match="has no rows in split"):
-        read_dataset(spec)
+    refuses("has no rows in split", read_dataset, spec)
 
 
 def test_bad_datasets_say_what_to_do(tmp_path: Path) -> None:
@@ -175,5 +167,4 @@ def test_bad_datasets_say_what_to_do(tmp_path: Path) -> None:
         "": r"is not hf:NAME\[:SPLIT",
         "user/name:test": "'user/name' .*ConnectionError",
     }.items():
-        with pytest.raises(UserError, match=message):
-            read_dataset(spec)
+        refuses(message, read_dataset, spec)

@@ -15,7 +15,7 @@ from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.prompts import suites
 from drafthead.data.prompts.near_duplicates import NearDuplicates
 from drafthead.data.prompts.prompt import EvalPrompt
-from drafthead.errors import UserError
+from support import refuses
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("chat", "translation", "summarisation", "qa", "math", "rag")
@@ -144,19 +144,15 @@ def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
     assert some == [p for p in whole if p.task in ("math", "stem")]
     assert Counter(p.task for p in suites.load_suite("mt_bench", 4, tasks=["stem", "math"])) == {"math": 2, "stem": 2}
     assert suites.load_suite("mt_bench", tasks=[]) == whole
-    with pytest.raises(UserError, match="no task maths.*writing, .*humanities"):
-        suites.load_suite("mt_bench", tasks=["math", "maths"])
+    refuses("no task maths.*writing, .*humanities", suites.load_suite, "mt_bench", tasks=["math", "maths"])
 
 
 def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin"
-    with pytest.raises(UserError, match=f"'mtbench'.*{every}"):
-        suites.load_suite("mtbench")
-    with pytest.raises(UserError, match="limit must be at least 1, got 0"):
-        suites.load_suite("builtin", limit=0)
+    refuses(f"'mtbench'.*{every}", suites.load_suite, "mtbench")
+    refuses("limit must be at least 1, got 0", suites.load_suite, "builtin", limit=0)
     (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
-    with pytest.raises(UserError, match="has no test half; use split=all"):
-        suites.load_suite(str(tmp_path / "one.jsonl"), split="test")
+    refuses("has no test half; use split=all", suites.load_suite, str(tmp_path / "one.jsonl"), split="test")
 
 
 def test_a_label_is_one_file_name() -> None:
@@ -170,8 +166,7 @@ def test_a_file_and_a_dataset_are_suites(tmp_path: Path) -> None:
     path.write_text('{"prompt": "One"}\n{"input_ids": [1, 2], "task": "ids"}\n')
     assert [p.task for p in suites.load_suite(str(path))] == ["mine", "ids"]
     assert [p.number for p in suites.load_suite(str(path), tasks=["ids"])] == [1]
-    with pytest.raises(UserError, match="'/absent/set.parquet' names a path"):
-        suites.load_suite("hf:/absent/set.parquet:train")
+    refuses("'/absent/set.parquet' names a path", suites.load_suite, "hf:/absent/set.parquet:train")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 
 from drafthead.data.states.stored import StoredStates
 from drafthead.errors import UserError
+from support import refuses
 
 MADE_BY = {"base": "tiny"}
 LENGTHS = [3, 1, 4, 2]
@@ -23,8 +24,7 @@ def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
     create(tmp_path, dtype).write([3, 1], values)
     again = create(tmp_path, dtype)
     assert again.missing(range(4)) == [0, 2]
-    with pytest.raises(UserError, match=r"document 2 of .* has no hidden states yet"):
-        again.read([1, 2])
+    refuses(r"document 2 of .* has no hidden states yet", again.read, [1, 2])
     last, first = again.read([3, 1])
     assert torch.equal(last, values[0].to(getattr(torch, dtype))), "in the stored dtype"
     assert torch.equal(first, values[1].to(getattr(torch, dtype)))
@@ -36,8 +36,7 @@ def test_a_damaged_document_is_missing(tmp_path: Path) -> None:
     content[-15] ^= 1  # of document 2, before the 8 bytes of document 3
     (tmp_path / "states.bin").write_bytes(content)
     opened = create(tmp_path)
-    with pytest.raises(UserError, match="document 2 of .* does not match its checksum"):
-        opened.read([0, 2])
+    refuses("document 2 of .* does not match its checksum", opened.read, [0, 2])
     assert create(tmp_path).missing(range(4)) == [1, 2, 3]
     opened.write([2], [torch.ones(4, 2)])
     assert torch.equal(opened.read([2])[0], torch.ones(4, 2, dtype=torch.float16))
@@ -54,8 +53,7 @@ def test_overflow(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     create(tmp_path)
-    with pytest.raises(UserError, match="store.documents = 4, expected 3"):
-        create(tmp_path, lengths=[3, 1, 6])
+    refuses("store.documents = 4, expected 3", create, tmp_path, lengths=[3, 1, 6])
     with pytest.raises(UserError, match='base = "tiny", expected "other"'):
         StoredStates(tmp_path, np.array(LENGTHS), 2, "float16", {"base": "other"})
 
@@ -63,8 +61,7 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_only_filled_documents_take_space(tmp_path: Path) -> None:
     store = create(tmp_path, lengths=[10**9, 4, 10**9], width=4096)
     assert (tmp_path / "states.bin").stat().st_blocks < 1000
-    with pytest.raises(UserError, match="hidden states needs about .* GB"):
-        store.require_space([0, 1])
+    refuses("hidden states needs about .* GB", store.require_space, [0, 1])
     store.require_space([1])
     store.write([1], [torch.ones(4, 4096)])
     assert (tmp_path / "states.bin").stat().st_blocks < 1000 and store.missing([0, 1]) == [0]

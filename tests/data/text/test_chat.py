@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import prompt_ids, user_turn
-from drafthead.errors import UserError
+from support import cases, refuses
 
 TINY = tiny_tokenizer()
 END = "<|im_end|>"
@@ -17,20 +15,17 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
     assert text.endswith(f"<|im_start|>user\né {END}{END}\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (None, "has no chat template; use an instruction-tuned base"),
-        ("{{ raise_exception('roles must alternate') }}", "refuses messages with roles.*roles must alternate"),
-        ("{{ 1 + messages[0].content }}", "refuses messages with roles.*unsupported operand"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of the user's messages"),
-    ],
+@cases(
+    "template, says",
+    (None, "has no chat template; use an instruction-tuned base"),
+    ("{{ raise_exception('roles must alternate') }}", "refuses messages with roles.*roles must alternate"),
+    ("{{ 1 + messages[0].content }}", "refuses messages with roles.*unsupported operand"),
+    ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of the user's messages"),
 )
 def test_bad_templates(template: str | None, says: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(UserError, match=says):
-        prompt_ids(tokenizer, user_turn("a"))
+    refuses(says, prompt_ids, tokenizer, user_turn("a"))
 
 
 def test_templates_that_read_lists_of_parts() -> None:
@@ -45,8 +40,7 @@ def test_templates_that_read_lists_of_parts() -> None:
 
 
 def test_half_a_character() -> None:
-    with pytest.raises(UserError, match=r"^the text holds half a character \('\\ud800'\), .*remove it$"):
-        prompt_ids(TINY, user_turn("a\ud800"))
+    refuses(r"^the text holds half a character \('\\ud800'\), .*remove it$", prompt_ids, TINY, user_turn("a\ud800"))
 
 
 def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from drafthead.data.batch import NO_DOCUMENT
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import MIN_PIECE, pack, text_documents
-from drafthead.errors import UserError
+from support import refuses
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=1, max_size=25).filter(any)
 
@@ -88,13 +88,11 @@ def test_on_disk_equals_in_memory_and_rows_are_read_in_any_order(tmp_path: Path)
     assert str(batch.input_ids.dtype) == "torch.int64" and batch.loss_mask.any()
     assert batch.input_ids[1].tolist() == alone.input_ids[0].tolist() == rows.batch([1]).input_ids[0].tolist()
     assert rows.documents_of([2, 0, 1]) == [1, 2, 0]
-    with pytest.raises(UserError, match="documents.json does not exist"):
-        Documents.open(tmp_path)
+    refuses("documents.json does not exist", Documents.open, tmp_path)
 
 
 def test_bad_input() -> None:
-    with pytest.raises(UserError, match="no document to pack"):
-        pack(numbered([0]), 16, True)
+    refuses("no document to pack", pack, numbered([0]), 16, True)
 
 
 def test_text_documents() -> None:
@@ -105,5 +103,4 @@ def test_text_documents() -> None:
     endless = ("word " * n for n in itertools.count(1))
     assert sum(map(len, text_documents(tokenizer, endless, max_tokens=5000))) == 5000
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="no end-of-sequence token"):
-        list(text_documents(tokenizer, ["a"]))
+    refuses("no end-of-sequence token", list, text_documents(tokenizer, ["a"]))

@@ -9,6 +9,7 @@ import pytest
 from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
 from drafthead.errors import UserError
 from drafthead.files.local import write_checksummed_json
+from support import refuses
 
 OLD, NEW = "a" * 40, "b" * 40
 SET = SourceConfig(kind="hf", name="org/set")
@@ -34,16 +35,14 @@ def test_a_dataset_stays_at_the_commit_of_the_start(dataset_hub: Any, tmp_path: 
 
 def test_a_commit_that_nobody_tells(dataset_hub: Any, tmp_path: Path) -> None:
     dataset_hub.up = False
-    with pytest.raises(UserError, match=r"commit of dataset 'org/set' .*no route to"):
-        resolve_revision([SET], tmp_path / "commits.json")
+    refuses(r"commit of dataset 'org/set' .*no route to", resolve_revision, [SET], tmp_path / "commits.json")
     assert not (tmp_path / "commits.json").exists(), "another try asks again"
 
 
 @pytest.mark.parametrize("content", [[], {"org/set": OLD}])
 def test_kept_commits_are_checked(dataset_hub: Any, tmp_path: Path, content: Any) -> None:
     write_checksummed_json(tmp_path / "commits.json", content)
-    with pytest.raises(UserError, match="commits.json must list a commit .* of 1 sources"):
-        resolve_revision([SET], tmp_path / "commits.json")
+    refuses("commits.json must list a commit .* of 1 sources", resolve_revision, [SET], tmp_path / "commits.json")
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.PT", "a.npz", "a.py"])

@@ -15,6 +15,7 @@ from drafthead.data.text.sources import SourceConfig, iter_documents, iter_promp
 from drafthead.errors import UserError
 from drafthead.settings.schema import check
 from drafthead.train.corpora.corpus_config import DataConfig
+from support import cases, refuses
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -59,59 +60,49 @@ def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "a [1].txt").write_text("four")
     assert list(iter_documents(SourceConfig(kind="text", name=str(tmp_path / "a [1].txt")))) == ["four"]
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"c.txt is not UTF-8 text"):
-        list(iter_documents(source))
+    refuses(r"c.txt is not UTF-8 text", list, iter_documents(source))
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("q", [USER]),
-        ([USER], [USER]),
-        ([USER, ASSISTANT, USER], [USER]),
-        ([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], [USER]),
-        ([{"role": "system", "content": "s"}, USER, ASSISTANT], [{"role": "system", "content": "s"}, USER]),
-        ([ASSISTANT, USER], None),
-        ([{"role": "system", "content": "s"}], None),
-        ([{"role": "user", "content": " "}, ASSISTANT], None),
-        ([], None),
-    ],
+@cases(
+    "value, expected",
+    ("q", [USER]),
+    ([USER], [USER]),
+    ([USER, ASSISTANT, USER], [USER]),
+    ([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], [USER]),
+    ([{"role": "system", "content": "s"}, USER, ASSISTANT], [{"role": "system", "content": "s"}, USER]),
+    ([ASSISTANT, USER], None),
+    ([{"role": "system", "content": "s"}], None),
+    ([{"role": "user", "content": " "}, ASSISTANT], None),
+    ([], None),
 )
 def test_prompts_end_before_the_first_answer(tmp_path: Path, value: Any, expected: Any) -> None:
     source = jsonl(tmp_path / "x.jsonl", [{"chat": value}], column="chat")
     assert list(iter_prompts(source)) == ([] if expected is None else [expected])
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("{", "x.jsonl line 2 is not valid JSON.*repair or remove the line"),
-        ([1], "x.jsonl line 2 holds a list, expected an object"),
-        ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; name one"),
-        ({"text": 3}, "line 2: column 'text' holds a int, expected text"),
-        ({"text": "q \ud83d"}, "line 2 holds half a character"),
-    ],
+@cases(
+    "row, says",
+    ("{", "x.jsonl line 2 is not valid JSON.*repair or remove the line"),
+    ([1], "x.jsonl line 2 holds a list, expected an object"),
+    ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; name one"),
+    ({"text": 3}, "line 2: column 'text' holds a int, expected text"),
+    ({"text": "q \ud83d"}, "line 2 holds half a character"),
 )
 def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
     source = jsonl(tmp_path / "x.jsonl", [{"text": "fine"}, row])
-    with pytest.raises(UserError, match=says):
-        list(iter_documents(source))
-    with pytest.raises(UserError, match="line 2"):
-        list(iter_prompts(source))
+    refuses(says, list, iter_documents(source))
+    refuses("line 2", list, iter_prompts(source))
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"turns": []}, "line 2: column 'turns' holds a list"),
-        ({"messages": [{"role": "alien", "content": "x"}]}, "line 2: .* holds a turn of role .*a role among system"),
-        ({"messages": [USER], "system": 3}, "line 2 has a int as system prompt"),
-        ({"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}, "line 2 has two system prompts"),
-    ],
+@cases(
+    "row, says",
+    ({"turns": []}, "line 2: column 'turns' holds a list"),
+    ({"messages": [{"role": "alien", "content": "x"}]}, "line 2: .* holds a turn of role .*a role among system"),
+    ({"messages": [USER], "system": 3}, "line 2 has a int as system prompt"),
+    ({"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}, "line 2 has two system prompts"),
 )
 def test_broken_prompts(tmp_path: Path, row: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        list(iter_prompts(jsonl(tmp_path / "x.jsonl", [{"prompt": "q"}, row], column="auto")))
+    refuses(says, list, iter_prompts(jsonl(tmp_path / "x.jsonl", [{"prompt": "q"}, row], column="auto")))
 
 
 def test_nothing_of_a_prompt_is_dropped_without_a_count(tmp_path: Path) -> None:
@@ -176,15 +167,13 @@ def test_weights_decide_on_the_mixture(tmp_path: Path) -> None:
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "x.jsonl", [{"text": "12345"}, {"text": "67890"}, "broken"])
     assert list(iter_documents(source, max_characters=6)) == ["12345", "67890"]
-    with pytest.raises(UserError, match="line 3"):
-        list(iter_documents(source, max_characters=11))
+    refuses("line 3", list, iter_documents(source, max_characters=11))
     whole = SourceConfig(kind="builtin", name="stdlib_tiny")
     assert list(iter_documents(whole, max_characters=1)) == list(iter_documents(whole))
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(UserError, match="must be one of passages, python_stdlib, questions, .*got 'x'"):
-        SourceConfig(kind="embedded", name="x")
+    refuses("must be one of passages, python_stdlib, questions, .*got 'x'", SourceConfig, kind="embedded", name="x")
     with pytest.raises(UserError, match=r"data\.prompts\[0\]\.turns must be 1 for kind 'text', got 3"):
         check({"prompts": [{"kind": "text", "name": "x", "turns": 3}]}, DataConfig, "data")
 
@@ -198,8 +187,7 @@ def test_hub(dataset_hub: Any) -> None:
     assert len(load_documents([source], 0, max_characters=13)) == 3 and dataset_hub.opened["streaming"]
     assert len(load_prompts([source], 0, 2)) == 2
     source.column = "body"
-    with pytest.raises(UserError, match="hf:org/set row 0 has no column 'body'; present: text"):
-        list(iter_documents(source))
+    refuses("hf:org/set row 0 has no column 'body'; present: text", list, iter_documents(source))
 
 
 def test_embedded_split_by_content(package_files: dict[str, bytes]) -> None:

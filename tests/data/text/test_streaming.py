@@ -14,6 +14,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.text.streaming import Mixture, SourceStream, StreamedRows
 from drafthead.errors import UserError
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
+from support import refuses
 
 TOKENIZER = tiny_tokenizer()
 T = 32
@@ -91,8 +92,7 @@ def test_a_position_spares_reading_what_is_before_it(tmp_path: Path) -> None:
     again = SourceStream(source, 0, 1)
     again.load(state)
     assert next(again) == expected
-    with pytest.raises(UserError, match="could not be read"):
-        take(SourceStream(source, 0, 1), 5 * 28)
+    refuses("could not be read", take, SourceStream(source, 0, 1), 5 * 28)
 
 
 def test_parts_of_the_characters(tmp_path: Path) -> None:
@@ -206,12 +206,10 @@ def test_odd_positions_are_refused(source: SourceConfig, tmp_path: Path) -> None
     path = tmp_path / "lane-000.json"
     for odd in ([], {"x": {}}):
         write_checksummed_json(path, odd)
-        with pytest.raises(UserError, match="holds no positions of a stream"):
-            rows(source, tmp_path, shards=1)
+        refuses("holds no positions of a stream", rows, source, tmp_path, shards=1)
     for state in (None, {}, {"given": [0], "sources": []}, {"given": [0], "sources": [{"epoch": "x", "taken": 0}]}):
         write_checksummed_json(path, {"1": state})
-        with pytest.raises(UserError, match="holds a position of other sources"):
-            ids(rows(source, tmp_path, shards=1), [7])
+        refuses("holds a position of other sources", ids, rows(source, tmp_path, shards=1), [7])
 
 
 def test_seeds_shuffle(source: SourceConfig, tmp_path: Path) -> None:

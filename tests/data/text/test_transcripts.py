@@ -16,6 +16,7 @@ from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources, i
 from drafthead.data.text.transcripts import Transcript, TranscriptEncoder, iter_transcripts
 from drafthead.errors import UserError
 from drafthead.train.corpora.corpus_config import DataConfig
+from support import cases, refuses
 
 END, END_ID = "<|im_end|>", 258
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a b"}
@@ -65,15 +66,11 @@ def pairs_of(source: SourceConfig, enc: TranscriptEncoder) -> tuple[list[tuple[s
     return [(decode(ids[:boundary]), decode(ids[boundary:])) for ids, boundary in turns], findings
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
+@cases("entry", 
         {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "c"}]},
         {"conversations": [{"from": r, "value": v} for r, v in SHAREGPT]},
         {"messages": [{**QUESTION, "content": [{"type": "text", "text": "q"}]}, {**ANSWER, "tool_calls": None},
-                      QUESTION, {**ANSWER, "content": "c"}], "choices": ["x"]},
-    ],
-)  # fmt: skip
+                      QUESTION, {**ANSWER, "content": "c"}], "choices": ["x"]})  # fmt: skip
 def test_assistant_turns_are_unchanged_and_nothing_else_is_trained(entry: dict[str, Any], tmp_path: Path) -> None:
     (first, a), (second, c) = spans(entry, tmp_path)
     assert (a, c) == (f"a b{END}", f"c{END}")
@@ -88,8 +85,7 @@ def test_token_ids_of_a_server(tmp_path: Path) -> None:
     turns = [encoder().answers(t, findings, where, None)[0] for where, t in found]
     assert turns == [([1, 2, 3, END_ID], 2), ([1, 2, 4], 2), ([1, 2, 3, 299], 2)]
     assert not encoder().answers(Transcript(token_ids=([1], [300])), findings, "line 3", None)
-    with pytest.raises(UserError, match="line 3: token id 300 is not below 300"):
-        findings.raise_rejected()
+    refuses("line 3: token id 300 is not below 300", findings.raise_rejected)
 
 
 def test_reasoning(tmp_path: Path) -> None:
@@ -125,9 +121,7 @@ def joined(arguments: str, calls: str = "m.tool_calls or []") -> str:
     return template.replace("m.tool_calls or []", calls)
 
 
-@pytest.mark.parametrize(
-    ("template", "arguments", "written"),
-    [
+@cases("template, arguments, written", 
         (joined("call.function.name + call.function.arguments"), '{"x": "é"}', 'sum{"x": "é"}'),
         (joined("call.function | tojson", "(m.tool_calls if m.content is none else [])"), {"x": 1},
          '{"name": "sum", "arguments": {"x": 1}}'),
@@ -135,9 +129,7 @@ def joined(arguments: str, calls: str = "m.tool_calls or []") -> str:
          'sum{}'),
         (joined("call.function.name ~ call.function.arguments"), {"x": "y"}, 'sum{"x": "y"}'),
         (TOOLS, None, '{"name": "sum", "arguments": {}}'),
-        (TOOLS, "", '{"name": "sum", "arguments": {}}'),
-    ],
-)  # fmt: skip
+        (TOOLS, "", '{"name": "sum", "arguments": {}}'))  # fmt: skip
 def test_forms_of_tool_calls(template: str, arguments: Any, written: str, tmp_path: Path) -> None:
     call = {"function": {"name": "sum", "arguments": arguments}}
     entry = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -195,9 +187,7 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "entry", "says"),
-    [
+@cases("template, entry, says", 
         (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
@@ -218,9 +208,7 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
          [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
         (CHAT_TEMPLATE, [ANSWER, QUESTION], "turn 1 without a turn before it"),
-        (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"),
-    ],
-)  # fmt: skip
+        (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"))  # fmt: skip
 def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any, says: str, tmp_path: Path) -> None:
     source = rows(tmp_path / "x.jsonl", "", {"messages": entry})
     pairs, findings = pairs_of(source, encoder(template))
@@ -237,14 +225,12 @@ def test_reasoning_is_rejected_where_thinking_is_off(tmp_path: Path) -> None:
             spans({"messages": [QUESTION, {**ANSWER, **extra}]}, tmp_path, off)
 
 
-@pytest.mark.parametrize(
+@cases(
     "turn",
-    [
-        {"content": "a TEXT b"},
-        {"reasoning_content": "it ends with TEXT, then more"},
-        {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": {"t": ["TEXT"]}}}]},
-        {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": '{"TEXT": 1}'}}]},
-    ],
+    {"content": "a TEXT b"},
+    {"reasoning_content": "it ends with TEXT, then more"},
+    {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": {"t": ["TEXT"]}}}]},
+    {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": '{"TEXT": 1}'}}]},
 )
 @pytest.mark.parametrize("text", [END, "<|added|>", "<|end|>", "<|around|>"])
 def test_control_tokens(turn: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -297,8 +283,7 @@ def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
     entry = {"messages": [QUESTION, ANSWER]}
     assert spans(entry, tmp_path, encoder(llama2 + "{% endfor %}")) == [("[INST] q [/INST]", " a b")]
     without = encoder(CHAT_TEMPLATE.partition("{% if add_generation")[0])
-    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant'"):
-        spans(entry, tmp_path, without)
+    refuses("line 1: turn 2 .* begins with '<.im_start.>assistant'", spans, entry, tmp_path, without)
 
 
 def test_long_and_unanswered_transcripts(tmp_path: Path) -> None:
@@ -353,8 +338,7 @@ def test_short_forms() -> None:
     jsonl, hub = expand_sources(["a/*.jsonl.gz:7", "hf:user/set:test"])
     assert (jsonl.kind, jsonl.name, jsonl.limit, jsonl.column) == ("jsonl", "a/*.jsonl.gz", 7, "auto")
     assert (hub.kind, hub.name, hub.split, hub.limit) == ("hf", "user/set", "test", None)
-    with pytest.raises(UserError, match="'ultra' is not a source; expected a .jsonl .* ultrachat, sharegpt"):
-        expand_sources("ultra")
+    refuses("'ultra' is not a source; expected a .jsonl .* ultrachat, sharegpt", expand_sources, "ultra")
 
 
 def test_own_prompts_have_the_format_of_a_suite(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from drafthead.data.prompts.prompt import EvalPrompt
-from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.engines.process import EngineError, EngineProcess
@@ -36,7 +35,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import Said, TinyBase, fitted, rows_of
+from support import Said, TinyBase, cases, fitted, refuses, rows_of
 
 NEW = 24
 PROMPTS = ["why is the sky blue", "tell me a story", "what is two plus two", "name a river"]
@@ -249,13 +248,11 @@ def test_a_server_that_is_not_there_and_one_that_hangs() -> None:
     quiet.server_close()
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("drips", r"within 0.3 s \(engine.answer_timeout_s\)"),
-        ("endless", "more than 1 MiB"),
-        ("redirect", "redirects to http://other"),
-    ],
+@cases(
+    "fault, says",
+    ("drips", r"within 0.3 s \(engine.answer_timeout_s\)"),
+    ("endless", "more than 1 MiB"),
+    ("redirect", "redirects to http://other"),
 )
 def test_a_hostile_engine(completions_server: Any, fault: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafthead.data.answers.http_client.MAX_RESPONSE", 1 << 20)
@@ -281,28 +278,22 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
-    with pytest.raises(UserError, match="vllm_medusa: .*last"):
-        evaluate(base, head, config, tmp_path, Said())
+    refuses("vllm_medusa: .*last", evaluate, base, head, config, tmp_path, Said())
     for settings, says in (
         ({"markov_rank": 0}, "dflash: it has a Markov or a confidence head .* format dspark: it has no Markov head"),
         ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
     ):
         block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=says):
-            evaluate(base, block, config, tmp_path, Said())
+        refuses(says, evaluate, base, block, config, tmp_path, Said())
     config.engine.drafts = 2
-    with pytest.raises(UserError, match="engine.drafts=2.* 3"):
-        evaluate(base, block, config, tmp_path, Said())
+    refuses("engine.drafts=2.* 3", evaluate, base, block, config, tmp_path, Said())
     config.engine.drafts = None
     config.engines = ["llamacpp"]
-    with pytest.raises(UserError, match="llamacpp.*MedusaHead.*gguf"):
-        evaluate(base, head, config, tmp_path, Said())
+    refuses("llamacpp.*MedusaHead.*gguf", evaluate, base, head, config, tmp_path, Said())
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
-    with pytest.raises(UserError, match="/no/python.*install=vllm"):
-        evaluate(base, trained(base), config, tmp_path, Said())
+    refuses("/no/python.*install=vllm", evaluate, base, trained(base), config, tmp_path, Said())
     adapted = copy(base)
     adapted.config = replace(base.config, adapter="mine")
-    with pytest.raises(UserError, match="adapter mine.*merged"):
-        evaluate(adapted, trained(adapted), config, tmp_path, Said())
+    refuses("adapter mine.*merged", evaluate, adapted, trained(adapted), config, tmp_path, Said())
     with pytest.raises(ValueError, match="engines"):
         EvalConfig(engines=["tgi"])

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.errors import UserError
 from drafthead.eval.lossless import callables
 from drafthead.eval.lossless.callables import constant, distances, sampler_distribution
-from support import call
+from support import call, cases, refuses
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "rules.md"
 NextToken = Callable[[Sequence[int]], Tensor]
@@ -91,32 +90,27 @@ def test_one_uniform_number_is_compared_several_times() -> None:
     assert max(total) < 1e-6 and outcomes == 16 * 4
 
 
-@pytest.mark.parametrize(
+@cases(
     "sampler, message",
-    [
-        (lambda t, d, choose, n: [random.getrandbits(20) % 3], "outside torch"),
-        (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare it with a probability"),
-        (lambda t, d, choose, n: [int(torch.randint(3, (1,)))], "torch.randint cannot be enumerated"),
-        (lambda t, d, choose, n: [0] * 9, "commits 1 to 3 tokens below 3, but the sampler returned"),
-        (lambda t, d, choose, n: [choose([0.5, 0.6])], "probabilities that add up to 1, got"),
-        (lambda t, d, choose, n: [choose(t([0, 1, 2]))], "reads a prefix of 3 tokens"),
-        (lambda t, d, choose, n: [1 // 0], "the sampler failed: ZeroDivisionError"),
-        (lambda t, d, choose, n: [choose([1 / 3] * 3) for _ in range(12)][:1], "more than 500 outcomes"),
-    ],
+    (lambda t, d, choose, n: [random.getrandbits(20) % 3], "outside torch"),
+    (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare it with a probability"),
+    (lambda t, d, choose, n: [int(torch.randint(3, (1,)))], "torch.randint cannot be enumerated"),
+    (lambda t, d, choose, n: [0] * 9, "commits 1 to 3 tokens below 3, but the sampler returned"),
+    (lambda t, d, choose, n: [choose([0.5, 0.6])], "probabilities that add up to 1, got"),
+    (lambda t, d, choose, n: [choose(t([0, 1, 2]))], "reads a prefix of 3 tokens"),
+    (lambda t, d, choose, n: [1 // 0], "the sampler failed: ZeroDivisionError"),
+    (lambda t, d, choose, n: [choose([1 / 3] * 3) for _ in range(12)][:1], "more than 500 outcomes"),
 )
 def test_refused_samplers(sampler: Callable[..., list[int]], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callables, "MOST_OUTCOMES", 500)
-    with pytest.raises(UserError, match=message):
-        distances(sampler, 2, probs=(TARGET, DRAFT))
+    refuses(message, distances, sampler, 2, probs=(TARGET, DRAFT))
 
 
-@pytest.mark.parametrize(
+@cases(
     "arguments, message",
-    [
-        (["callable=nothing:here"], "callable=nothing:here cannot be loaded (No module named 'nothing')"),
-        (["callable=math:exp", "target=[0.5,0.5]"], "draft must be as many probabilities as target"),
-        (["callable=math:exp", "target=[0.5,0.6]", "draft=[0.5,0.5]"], "target must be probabilities that add up to 1"),
-    ],
+    (["callable=nothing:here"], "callable=nothing:here cannot be loaded (No module named 'nothing')"),
+    (["callable=math:exp", "target=[0.5,0.5]"], "draft must be as many probabilities as target"),
+    (["callable=math:exp", "target=[0.5,0.6]", "draft=[0.5,0.5]"], "target must be probabilities that add up to 1"),
 )
 def test_bad_settings(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):

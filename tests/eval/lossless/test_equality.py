@@ -8,7 +8,7 @@ import torch
 from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, draw_margin, fresh_logits
 from drafthead.models.decoding.random_source import sampling_point
 from drafthead.models.decoding.sampling import Sampler
-from support import small_base
+from support import cases, small_base
 
 EXPECTED, SPECULATIVE, OTHER = 2, 5, 9
 
@@ -20,18 +20,16 @@ def found(
     return compare_outputs(expected, tokens, {1: margin}.__getitem__, {1: (fresh, cached)}.__getitem__, dtype)
 
 
-@pytest.mark.parametrize(
-    ("margin", "fresh", "cached", "expected"),
-    [
-        (5e-5, EXPECTED, EXPECTED, Diagnosis.TIE),
-        (-5e-5, SPECULATIVE, None, Diagnosis.TIE),
-        (3.0, EXPECTED, EXPECTED, Diagnosis.CACHE),
-        (3.0, EXPECTED, SPECULATIVE, Diagnosis.MASK),
-        (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.AUTOREGRESSIVE),
-        (3.0, OTHER, EXPECTED, Diagnosis.UNKNOWN),
-        (3.0, EXPECTED, None, Diagnosis.UNKNOWN),
-        (math.nan, EXPECTED, EXPECTED, Diagnosis.CACHE),
-    ],
+@cases(
+    "margin, fresh, cached, expected",
+    (5e-5, EXPECTED, EXPECTED, Diagnosis.TIE),
+    (-5e-5, SPECULATIVE, None, Diagnosis.TIE),
+    (3.0, EXPECTED, EXPECTED, Diagnosis.CACHE),
+    (3.0, EXPECTED, SPECULATIVE, Diagnosis.MASK),
+    (3.0, SPECULATIVE, SPECULATIVE, Diagnosis.AUTOREGRESSIVE),
+    (3.0, OTHER, EXPECTED, Diagnosis.UNKNOWN),
+    (3.0, EXPECTED, None, Diagnosis.UNKNOWN),
+    (math.nan, EXPECTED, EXPECTED, Diagnosis.CACHE),
 )
 def test_diagnosis(margin: float, fresh: int | None, cached: int | None, expected: Diagnosis) -> None:
     equality = found(margin, fresh, cached)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from drafthead.data.batch import TrainBatch
-from drafthead.errors import UserError
 from drafthead.eval.metrics import base_quality as quality
 from drafthead.eval.metrics.base_quality import (
     BaseComparison,
@@ -17,7 +16,7 @@ from drafthead.eval.metrics.base_quality import (
     quality_line,
 )
 from drafthead.eval.report.tables import quality_table
-from support import TinyBase, row_of
+from support import TinyBase, cases, refuses, row_of
 
 FIRST_TRAINED = 3
 
@@ -50,8 +49,7 @@ def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.Mo
 
 
 def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match="no held-out tokens"):
-        compare_bases(tiny_base(), tiny_base(), [])
+    refuses("no held-out tokens", compare_bases, tiny_base(), tiny_base(), [])
 
 
 TEXT = BaseComparison(tokens=1000, original_perplexity=20.0, tuned_perplexity=21.0, greedy_match_rate=0.93, kl=0.02)
@@ -64,22 +62,20 @@ def test_what_is_not_a_number_does_not_pass() -> None:
     assert len(quality_json["failures"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("limits", "failures", "says"),
-    [
-        (QualityLimits(), 0, "the recipe sets no quality limits"),
-        (
-            QualityLimits(max_perplexity_ratio=1.05, min_greedy_match_rate=0.9),
-            0,
-            "within the quality limits (ratio at most 1.05, same top-1 at least 90 %)",
-        ),
-        (
-            QualityLimits(max_perplexity_ratio=1.04, min_greedy_match_rate=0.95),
-            2,
-            "quality limits exceeded: perplexity on text went from 20.000 to 21.000, a ratio of 1.0500 (limit 1.04); "
-            "greedy match rate on text is 0.9300 (limit 0.95)",
-        ),
-    ],
+@cases(
+    "limits, failures, says",
+    (QualityLimits(), 0, "the recipe sets no quality limits"),
+    (
+        QualityLimits(max_perplexity_ratio=1.05, min_greedy_match_rate=0.9),
+        0,
+        "within the quality limits (ratio at most 1.05, same top-1 at least 90 %)",
+    ),
+    (
+        QualityLimits(max_perplexity_ratio=1.04, min_greedy_match_rate=0.95),
+        2,
+        "quality limits exceeded: perplexity on text went from 20.000 to 21.000, a ratio of 1.0500 (limit 1.04); "
+        "greedy match rate on text is 0.9300 (limit 0.95)",
+    ),
 )
 def test_tables_name_the_limits(limits: QualityLimits, failures: int, says: str) -> None:
     quality_json = check_quality({"text": TEXT, "answers": ANSWERS}, limits)

@@ -16,7 +16,7 @@ from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, by_span, step_table
 from drafthead.files.local import finite
 from drafthead.models.decoding.step import DecodeResult, StepRecord
-from support import steady_answer
+from support import cases, steady_answer
 from support import step_record as step
 
 
@@ -49,34 +49,32 @@ SHORT = [answer([step(1, 2, depth=1), step(2, 3, depth=2)])]
 """Depth 2 was offered once and accepted: certain, although another step stopped at its own end."""
 
 
-@pytest.mark.parametrize(
-    ("log", "values"),
-    [
-        (
-            LOG,
-            {
-                "mean_accepted_length": 9 / 4,
-                "acceptance_per_depth": [3 / 4, 2 / 3, 1 / 2],
-                "ctar": [1, 1 / 2, 1 / 2, 1 / 4],
-                "tokens_per_second": 11 / 8,
-                "decode_tokens_per_second": 9 / 6,
-                "loop_overhead": 0.1,
-                "mean_accepted_length_untruncated": 10 / 4,
-                "mean_accepted_drafts": 6 / 4,
-                "acceptance_rate": 6 / 11,
-                "node_efficiency": 6 / 11,
-                "acceptance_per_depth_of_all": [3 / 4, 2 / 4, 1 / 4],
-                "alpha": 6 / (3 + 1 + 3 + 2),
-                "n_alpha": [3 / 4, 2 / 3, 1 / 2],
-                "compression_ratio_as_released": 11 / 6,
-                "tar_as_analysed": (1 + 2) / 2,
-            },
-        ),
-        (SHORT, {"acceptance_per_depth": [1, 1]}),
-        (LOOKUP, {"mean_accepted_length_untruncated": 2, "acceptance_per_depth_of_all": [1, 1]}),
-        (LOOKUP, {"mean_accepted_length_if_drafted": 3}),
-        (TREE, {"node_efficiency": 1 / 10, "acceptance_rate": 1 / 4, "alpha": None, "n_alpha": None}),
-    ],
+@cases(
+    "log, values",
+    (
+        LOG,
+        {
+            "mean_accepted_length": 9 / 4,
+            "acceptance_per_depth": [3 / 4, 2 / 3, 1 / 2],
+            "ctar": [1, 1 / 2, 1 / 2, 1 / 4],
+            "tokens_per_second": 11 / 8,
+            "decode_tokens_per_second": 9 / 6,
+            "loop_overhead": 0.1,
+            "mean_accepted_length_untruncated": 10 / 4,
+            "mean_accepted_drafts": 6 / 4,
+            "acceptance_rate": 6 / 11,
+            "node_efficiency": 6 / 11,
+            "acceptance_per_depth_of_all": [3 / 4, 2 / 4, 1 / 4],
+            "alpha": 6 / (3 + 1 + 3 + 2),
+            "n_alpha": [3 / 4, 2 / 3, 1 / 2],
+            "compression_ratio_as_released": 11 / 6,
+            "tar_as_analysed": (1 + 2) / 2,
+        },
+    ),
+    (SHORT, {"acceptance_per_depth": [1, 1]}),
+    (LOOKUP, {"mean_accepted_length_untruncated": 2, "acceptance_per_depth_of_all": [1, 1]}),
+    (LOOKUP, {"mean_accepted_length_if_drafted": 3}),
+    (TREE, {"node_efficiency": 1 / 10, "acceptance_rate": 1 / 4, "alpha": None, "n_alpha": None}),
 )
 def test_counted_by_hand(log: list[DecodeResult], values: dict[str, Any]) -> None:
     assert {name: measured(log)[name] for name in values} == {k: pytest.approx(v) for k, v in values.items()}
@@ -153,21 +151,19 @@ def test_by_position_and_context_counted_by_hand() -> None:
     assert [tuple(b.values())[:4] for b in bins] == [(0, 256, 2, 4), (256, 512, 1, 1), (512, 1024, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "spans"),
-    [
-        ("hi", "plain", {"answer": "plain"}),
-        ("hi", "<think>a b</think>yes", {"thinking": "<think>a b</think>", "answer": "yes"}),
-        ("hi<think>\n", "because</think>yes", {"thinking": "because</think>", "answer": "yes"}),
-        ("<think></think>", "no", {"answer": "no"}),
-        (
-            "hi",
-            "so <tool_call>{1}</tool_call><tool_call>{2}</tool_call> ok",
-            {"answer": "so  ok", "tool call": "<tool_call>{1}</tool_call><tool_call>{2}</tool_call>"},
-        ),
-        ("hi", "[THINK]x[/THINK][TOOL_CALLS]f", {"thinking": "[THINK]x[/THINK]", "tool call": "[TOOL_CALLS]f"}),
-        ("hi", "<think>\u00e9", {"thinking": "<think>\u00e9"}),
-    ],
+@cases(
+    "prompt, text, spans",
+    ("hi", "plain", {"answer": "plain"}),
+    ("hi", "<think>a b</think>yes", {"thinking": "<think>a b</think>", "answer": "yes"}),
+    ("hi<think>\n", "because</think>yes", {"thinking": "because</think>", "answer": "yes"}),
+    ("<think></think>", "no", {"answer": "no"}),
+    (
+        "hi",
+        "so <tool_call>{1}</tool_call><tool_call>{2}</tool_call> ok",
+        {"answer": "so  ok", "tool call": "<tool_call>{1}</tool_call><tool_call>{2}</tool_call>"},
+    ),
+    ("hi", "[THINK]x[/THINK][TOOL_CALLS]f", {"thinking": "[THINK]x[/THINK]", "tool call": "[TOOL_CALLS]f"}),
+    ("hi", "<think>\u00e9", {"thinking": "<think>\u00e9"}),
 )
 def test_the_spans_of_an_answer(prompt: str, text: str, spans: dict[str, str]) -> None:
     tokenizer = tiny_tokenizer()

@@ -5,13 +5,10 @@ import math
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from drafthead.data.prompts.prompt import EvalPrompt
-from drafthead.errors import UserError
 from drafthead.eval.timing.result_log import ResultLog, prompt_key
 from drafthead.models.decoding.step import DecodeResult
-from support import step_record
+from support import refuses, step_record
 
 PROMPT = EvalPrompt("chat", 3, [{"role": "user", "content": "A"}], ("B",))
 
@@ -73,5 +70,4 @@ def test_a_broken_or_edited_line_is_named(tmp_path: Path) -> None:
         (line.replace('"total_s": 1.0', '"total_s": 0.0625') + line, "line 1 .*checksum"),
     ):
         path.write_text(content)
-        with pytest.raises(UserError, match=f"log.jsonl {says}.*remove the file"):
-            ResultLog(path)
+        refuses(f"log.jsonl {says}.*remove the file", ResultLog, path)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.errors import UserError
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import best_trees, cross_fitted
@@ -21,7 +20,7 @@ from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance, trials_in_order
-from support import TinyBase
+from support import TinyBase, refuses
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 
@@ -58,16 +57,13 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
     machine = calibrate.measured_with(head.base, calibrate.VERSION, head.identity())
     for content in ([], {}, {"measured_with": machine, "costs": {}}):
         write_checksummed_json(path, content)
-        with pytest.raises(UserError, match=r"calibration .*remove it"):
-            calibrate.load_calibration(path, head)
+        refuses(r"calibration .*remove it", calibrate.load_calibration, path, head)
         write_json(path, content)
-        with pytest.raises(UserError, match="damaged.*checksum"):
-            calibrate.load_calibration(path, head)
+        refuses("damaged.*checksum", calibrate.load_calibration, path, head)
 
 
 def test_answers_without_a_step_are_refused() -> None:
-    with pytest.raises(UserError, match="raise data.answers"):
-        calibrate.calibrate([], COSTS)
+    refuses("raise data.answers", calibrate.calibrate, [], COSTS)
 
 
 def test_costs_on_a_short_context(tiny_base: TinyBase) -> None:

@@ -35,7 +35,7 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import answer_ranks
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, leaning, row_of
+from support import TinyBase, leaning, refuses, row_of
 
 PROMPTS = [[5, 17, 99, 42, 7], [7, 3], [250, 31, 8, 8, 120, 64, 2]]
 TREE = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (0, 0, 0), (0, 1, 2), (2, 3, 1)])
@@ -131,10 +131,8 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     block = AcceptanceRule(name="block")
     with pytest.raises(UserError, match="block verification judges a chain as a whole"):
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
-    with pytest.raises(UserError, match="no text has two answer tokens"):
-        run(base, head, [Answer.of([1, 2, 3], 2)], chain, GREEDY)
-    with pytest.raises(UserError, match="PromptLookup.*distributions"):
-        text_accept_probs(base, PromptLookup(2), texts, GREEDY, AcceptProbsConfig())
+    refuses("no text has two answer tokens", run, base, head, [Answer.of([1, 2, 3], 2)], chain, GREEDY)
+    refuses("PromptLookup.*distributions", text_accept_probs, base, PromptLookup(2), texts, GREEDY, AcceptProbsConfig())
 
 
 @pytest.mark.parametrize(("made", "sampler"), [(0.0, WARM), (0.7, GREEDY), (1.5, WARM)])

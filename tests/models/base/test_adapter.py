@@ -22,7 +22,7 @@ from drafthead.models.base.lora import LoraBase
 from drafthead.models.drafters.custom_generate import custom_generate
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_head
-from support import TinyBase, row_of
+from support import TinyBase, cases, refuses, row_of
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DOCUMENTS = row_of([list(range(20, 32)), list(range(100, 109))])
@@ -120,8 +120,7 @@ def test_a_base_is_told_from_a_fine_tune_that_kept_its_ends(tiny_base: TinyBase,
         part.save_pretrained(tmp_path / "tuned")
     other = BaseModel.load(BaseConfig(name=str(tmp_path / "tuned"), dtype="float32"))
     assert other.fingerprint[:16] == base.fingerprint[:16]
-    with pytest.raises(UserError, match="was trained for"):
-        load_head(tmp_path / "head", other)
+    refuses("was trained for", load_head, tmp_path / "head", other)
 
 
 def test_equal_weights_are_one_base(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -144,8 +143,7 @@ def test_equal_weights_are_one_base(saved: Path, tiny_base: TinyBase, tmp_path: 
                 load_head(folder, other)
             else:
                 other.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate(folder))
-    with pytest.raises(UserError, match="was trained for"):
-        load_head(folder, base)
+    refuses("was trained for", load_head, folder, base)
 
 
 def test_a_head_of_an_earlier_version_names_half_of_the_fingerprint(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -157,13 +155,16 @@ def test_a_head_of_an_earlier_version_names_half_of_the_fingerprint(tiny_base: T
     load_head(tmp_path, base)
     config["base"]["fingerprint"] = base.fingerprint[:15]
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(UserError, match="was trained for"):
-        load_head(tmp_path, base)
+    refuses("was trained for", load_head, tmp_path, base)
 
 
-@pytest.mark.parametrize(
-    ("trained_on", "warns"),
-    [("org/Sibling", True), ("/models/sibling/", True), ("org/Mine", False), ("/elsewhere/mine", False), (None, False)],
+@cases(
+    "trained_on, warns",
+    ("org/Sibling", True),
+    ("/models/sibling/", True),
+    ("org/Mine", False),
+    ("/elsewhere/mine", False),
+    (None, False),
 )
 def test_an_adapter_of_another_base_is_named(
     saved: Path, tiny_base: TinyBase, tmp_path: Path, trained_on: str | None, warns: bool
@@ -225,8 +226,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
 @pytest.mark.parametrize(("spoil", "says"), SPOILED, ids=[says[-25:] for _, says in SPOILED])
 def test_misfitting_adapters(saved: Path, tiny_base: TinyBase, spoil: Callable[[Path], object], says: str) -> None:
     spoil(saved)
-    with pytest.raises(UserError, match=says):
-        BaseModel.load(replace(tiny_base().config, adapter=str(saved)))
+    refuses(says, BaseModel.load, replace(tiny_base().config, adapter=str(saved)))
 
 
 def test_a_rank_above_that_of_the_file_takes_no_memory(
@@ -253,13 +253,10 @@ def test_a_regular_expression_is_replaced_by_the_layers_of_the_file(saved: Path,
     assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "target", "says"),
-    [
-        ("llama", "c_attn", "no linear layer 'c_attn' .*q_proj"),
-        ("gemma", "lm_head", "shares its output head with its embedding"),
-    ],
+@cases(
+    "model_type, target, says",
+    ("llama", "c_attn", "no linear layer 'c_attn' .*q_proj"),
+    ("gemma", "lm_head", "shares its output head with its embedding"),
 )
 def test_target_layers_without_an_adapter(tiny_base: TinyBase, model_type: str, target: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        adapted(tiny_base(model_type), target)
+    refuses(says, adapted, tiny_base(model_type), target)

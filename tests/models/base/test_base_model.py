@@ -24,7 +24,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.corpora.built_in import user_opening
-from support import TinyBase, row_of, small_base
+from support import TinyBase, cases, refuses, row_of, small_base
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -77,22 +77,20 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase, dra
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings", "says"),
-    [
-        ("mamba", {}, r"mamba models have layers of type \['linear_attention'\].*recurrent state"),
-        ("jamba", {}, r"jamba models have layers of type \['linear_attention'\].*recurrent state"),
-        ("t5", {}, "t5 models have an encoder"),
-        ("deepseek_v4", {}, "deepseek_v4 models have layers of unknown type"),
-        (
-            "phi3",
-            {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0},
-            "longrope rotary embedding .* longer than 64 .*base.max_context=64 or",
-        ),
-        ("llama4_text", {"floor_scale": 80}, "attention is scaled .*base.max_context=79"),
-        ("gpt_bigcode", {"n_positions": 90}, "learned positions ends at 90"),
-        ("paligemma", {}, "paligemma .*use_bidirectional_attention"),
-    ],
+@cases(
+    "model_type, settings, says",
+    ("mamba", {}, r"mamba models have layers of type \['linear_attention'\].*recurrent state"),
+    ("jamba", {}, r"jamba models have layers of type \['linear_attention'\].*recurrent state"),
+    ("t5", {}, "t5 models have an encoder"),
+    ("deepseek_v4", {}, "deepseek_v4 models have layers of unknown type"),
+    (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0},
+        "longrope rotary embedding .* longer than 64 .*base.max_context=64 or",
+    ),
+    ("llama4_text", {"floor_scale": 80}, "attention is scaled .*base.max_context=79"),
+    ("gpt_bigcode", {"n_positions": 90}, "learned positions ends at 90"),
+    ("paligemma", {}, "paligemma .*use_bidirectional_attention"),
 )
 def test_refused_architectures(model_type: str, settings: dict[str, Any], says: str) -> None:
     config = AutoConfig.for_model(model_type, **settings)
@@ -103,15 +101,13 @@ def test_refused_architectures(model_type: str, settings: dict[str, Any], says: 
         check_architecture(config, limit.positions)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"model_type": "opt"}, "opt is not built like a Llama"),
-        ({"model_type": "falcon"}, "falcon has a special attention"),
-        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window=1, which must be at least 2"),
-        ({"model_type": "llama", "return_dict": False}, "llama cannot be run by transformers' own code .AttributeErr"),
-        ({"model_type": "llama", "is_causal": False}, "attention of llama uses 'is_causal=False', [^;]*; [^;]*$"),
-    ],
+@cases(
+    "settings, says",
+    ({"model_type": "opt"}, "opt is not built like a Llama"),
+    ({"model_type": "falcon"}, "falcon has a special attention"),
+    ({"model_type": "mistral", "sliding_window": 1}, "sliding_window=1, which must be at least 2"),
+    ({"model_type": "llama", "return_dict": False}, "llama cannot be run by transformers' own code .AttributeErr"),
+    ({"model_type": "llama", "is_causal": False}, "attention of llama uses 'is_causal=False', [^;]*; [^;]*$"),
 )
 def test_bases_that_cannot_be_read_are_refused(settings: dict[str, Any], says: str) -> None:
     shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, **settings}
@@ -134,12 +130,10 @@ def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: P
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks 1 weights, .*layers.1.mlp.up_proj.weight"):
-        BaseModel.load(config)
+    refuses(r"lacks 1 weights, .*layers.1.mlp.up_proj.weight", BaseModel.load, config)
     weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(5, 4)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"1 weights .*up_proj.weight: \[5, 4\] instead of"):
-        BaseModel.load(config)
+    refuses(r"1 weights .*up_proj.weight: \[5, 4\] instead of", BaseModel.load, config)
 
 
 def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -148,19 +142,15 @@ def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path:
     model.save_pretrained(tmp_path)
     config = BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny")
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="holds a base and an adapter; .*base.adapter"):
-        BaseModel.load(config)
+    refuses("holds a base and an adapter; .*base.adapter", BaseModel.load, config)
     settings = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UserError, match="is an adapter; .*base.adapter"):
-        BaseModel.load(config)
+    refuses("is an adapter; .*base.adapter", BaseModel.load, config)
     (tmp_path / "config.json").write_text(settings[: len(settings) // 2])
-    with pytest.raises(UserError, match="config.json.* is not a valid JSON"):
-        BaseModel.load(replace(config, tokenizer=None))
+    refuses("config.json.* is not a valid JSON", BaseModel.load, replace(config, tokenizer=None))
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(code))
-    with pytest.raises(UserError, match="Python code.* base.trust_remote_code=true"):
-        BaseModel.load(config)
+    refuses("Python code.* base.trust_remote_code=true", BaseModel.load, config)
 
 
 @pytest.mark.usefixtures("offline")

@@ -26,7 +26,7 @@ from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels import attention
-from support import TINY, Context, chain_levels, random_ids, row_of
+from support import TINY, Context, cases, chain_levels, random_ids, refuses, row_of
 
 MOST_USED = "llama qwen3_moe mistral gemma2 gemma3 gemma4_e2b gpt_oss deepseek_v3 llama4_text_chunk qwen3_vl".split()
 Script = Callable[[str], ModuleType]
@@ -107,13 +107,11 @@ def without_sinks(*args: Any, **options: Any) -> Any:
 GROUPED_SDPA = attention.grouped_sdpa
 
 
-@pytest.mark.parametrize(
-    ("place", "fault", "shape", "says"),
-    [
-        ("models.base.windows.Window.sees", one_further, "mistral", r"mistral run in one pass differ .* [\d.]+%"),
-        ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss run in one pass differ"),
-        ("models.cache.kv_cache.TreeCache.positions", lambda _, depths: depths, "llama", "llama run in chunks differ"),
-    ],
+@cases(
+    "place, fault, shape, says",
+    ("models.base.windows.Window.sees", one_further, "mistral", r"mistral run in one pass differ .* [\d.]+%"),
+    ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss run in one pass differ"),
+    ("models.cache.kv_cache.TreeCache.positions", lambda _, depths: depths, "llama", "llama run in chunks differ"),
 )
 def test_a_base_that_computes_something_else_is_refused(
     monkeypatch: pytest.MonkeyPatch, script: Script, place: str, fault: Any, shape: str, says: str
@@ -125,8 +123,7 @@ def test_a_base_that_computes_something_else_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(f"drafthead.{place}", fault)
         attention.register()
-        with pytest.raises(UserError, match=says):
-            BaseModel.load(config_of(script("base_shapes").SHAPES[shape], max_context=111))
+        refuses(says, BaseModel.load, config_of(script("base_shapes").SHAPES[shape], max_context=111))
     attention.register()
 
 
@@ -137,32 +134,29 @@ def test_a_base_with_wrong_logits_is_refused(script: Script) -> None:
     assert base.lm_head.scale == 0.3
     model = base.stock()
     model.register_forward_hook(shift_logits)
-    with pytest.raises(UserError, match="cohere computes its logits"):
-        BaseModel.wrap(model, base.tokenizer)
+    refuses("cohere computes its logits", BaseModel.wrap, model, base.tokenizer)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings", "limit"),
-    [
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    **{"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
-                    **{"rope_theta": 10000.0, "original_max_position_embeddings": 40},
-                },
-                "original_max_position_embeddings": 40,
-                "sliding_window": None,
+@cases(
+    "model_type, settings, limit",
+    (
+        "phi3",
+        {
+            "rope_parameters": {
+                **{"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+                **{"rope_theta": 10000.0, "original_max_position_embeddings": 40},
             },
-            40,
-        ),
-        ("llama", {"rope_parameters": DYNAMIC}, 256),
-        ("llama", {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 4096}}, 256),
-        ("doge", {"keep_window_size": 40}, 40),
-    ],
+            "original_max_position_embeddings": 40,
+            "sliding_window": None,
+        },
+        40,
+    ),
+    ("llama", {"rope_parameters": DYNAMIC}, 256),
+    ("llama", {"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 4096}}, 256),
+    ("doge", {"keep_window_size": 40}, 40),
 )
 def test_changing_positions_limit_the_context(model_type: str, settings: dict[str, Any], limit: int) -> None:
     config = config_of(
@@ -172,14 +166,12 @@ def test_changing_positions_limit_the_context(model_type: str, settings: dict[st
     assert base.max_context == limit
     assert base.dense_masks == (model_type == "doge"), "only Doge computes with masks"
     prompt = random_ids(limit - 12)
-    with pytest.raises(UserError, match=f"context of {limit}"):
-        decode(base, None, prompt, max_new_tokens=13)
+    refuses(f"context of {limit}", decode, base, None, prompt, max_new_tokens=13)
     lookup = PromptLookup(num_tokens=4, max_ngram=1)
     plain = decode(base, None, prompt, max_new_tokens=12, ignore_eos=True).tokens
     assert decode(base, lookup, prompt, max_new_tokens=12, ignore_eos=True).tokens == plain
     config.max_context = limit + 1
-    with pytest.raises(UserError, match=f"base.max_context={limit} or less"):
-        BaseModel.load(config)
+    refuses(f"base.max_context={limit} or less", BaseModel.load, config)
 
 
 def test_queries_are_scaled_by_positions_and_not_by_indices_in_a_row(script: Script) -> None:
@@ -191,8 +183,7 @@ def test_queries_are_scaled_by_positions_and_not_by_indices_in_a_row(script: Scr
     for start, document in ((0, documents[0]), (38, documents[1])):
         alone = base.forward(torch.tensor([document]), base.new_cache(40)).final
         torch.testing.assert_close(packed[:, start : start + len(document)], alone, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="40 tokens exceeds the context of 39"):
-        base.hidden_states(row_of([random_ids(40)]), HiddenStatesSpec())
+    refuses("40 tokens exceeds the context of 39", base.hidden_states, row_of([random_ids(40)]), HiddenStatesSpec())
 
 
 QUANTISED: list[dict[str, Any]] = [
@@ -209,12 +200,10 @@ QUANTISED: list[dict[str, Any]] = [
 NOT_INSTALLED = "needs a package that is not installed here: .* Install it"
 
 
-@pytest.mark.parametrize(
-    ("quantisation", "says"),
-    [
-        *((quantisation, NOT_INSTALLED) for quantisation in QUANTISED),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8, llama"),  # rounds by the others in a pass
-    ],
+@cases(
+    "quantisation, says",
+    *((quantisation, NOT_INSTALLED) for quantisation in QUANTISED),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8, llama"),  # rounds by the others in a pass
 )
 def test_quantised_folders_are_one_line(
     quantisation: dict[str, Any], says: str, tmp_path: Path, script: Script
@@ -235,21 +224,18 @@ def test_rounding_in_16_bits_is_no_reason_to_refuse(name: str, script: Script) -
     assert BaseModel.load(config_of(shape, "bfloat16")).vocab_size
 
 
-@pytest.mark.parametrize(
-    ("name", "head", "says"),
-    [
-        ("gemma4_e2b", "kangaroo", "a layer of gemma4_text reads a separate embedding"),
-        ("longcat_flash", "kangaroo", "a layer of longcat_flash has several attentions"),
-        ("nanochat", "kangaroo", "nanochat after the first 1 give another result"),
-        ("gemma3n_text", "eagle3", "the layers of gemma3n_text return several streams per token"),
-        ("gpt2", "hydra_pp", "gpt2 has no rotary embedding"),
-    ],
+@cases(
+    "name, head, says",
+    ("gemma4_e2b", "kangaroo", "a layer of gemma4_text reads a separate embedding"),
+    ("longcat_flash", "kangaroo", "a layer of longcat_flash has several attentions"),
+    ("nanochat", "kangaroo", "nanochat after the first 1 give another result"),
+    ("gemma3n_text", "eagle3", "the layers of gemma3n_text return several streams per token"),
+    ("gpt2", "hydra_pp", "gpt2 has no rotary embedding"),
 )
 def test_heads_that_cannot_work_on_a_base_are_refused(name: str, head: str, says: str, script: Script) -> None:
     bases = script("bases")
     base = BaseModel.load(config_of(bases.SHAPES[name]))
-    with pytest.raises(UserError, match=says):
-        decode(base, bases.head_configs()[head].build(base), random_ids(24), max_new_tokens=2)
+    refuses(says, decode, base, bases.head_configs()[head].build(base), random_ids(24), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3"])

@@ -14,7 +14,7 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig, checkpoint_tensors, load_weights, meta_model
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
-from support import TINY
+from support import TINY, refuses
 
 Script = Callable[[str], ModuleType]
 
@@ -141,5 +141,4 @@ def test_a_random_base_gives_its_parts_too() -> None:
     config = BaseConfig(random=True, shape=TINY, tokenizer="builtin:tiny", prepack=False)
     parts, base = BaseParts.of_checkpoint(config, "cpu"), BaseModel.load(config, "cpu")
     assert parts.identity() == base.identity() and torch.equal(parts.embedding, base.embedding)
-    with pytest.raises(UserError, match="engine's tensors for a random"):
-        BaseParts.of_tensors(config, embedding=base.embedding)
+    refuses("engine's tensors for a random", BaseParts.of_tensors, config, embedding=base.embedding)

@@ -16,7 +16,7 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.attention import captured_queries
 from drafthead.models.token_tree import TokenTree
 from plain_heads import deep_base, eagle
-from support import TinyBase, leaning
+from support import TinyBase, leaning, refuses
 
 PROMPT = [5, 17, 99, 42, 7]
 TREE = TokenTree.from_paths(
@@ -92,16 +92,13 @@ def test_eos_inside_a_block(tiny_base: TinyBase) -> None:
 
 def test_bad_prompts(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    with pytest.raises(UserError, match="the prompt is empty"):
-        decode(base, None, [], max_new_tokens=4)
+    refuses("the prompt is empty", decode, base, None, [], max_new_tokens=4)
     with pytest.raises(UserError, match="510 tokens, which with max_new_tokens=4 exceed the base's context of 512"):
         decode(base, None, [1] * 510, max_new_tokens=4)
     with pytest.raises(UserError, match="answer 1 has 513 tokens, which exceed the base's context of 512; shorten it$"):
         check_ids(base, [1] * 513, 0, "answer 1")
-    with pytest.raises(UserError, match="token id 300 at position 0"):
-        decode(base, None, [300], max_new_tokens=4)
-    with pytest.raises(UserError, match="max_new_tokens"):
-        decode(base, None, [3], max_new_tokens=0)
+    refuses("token id 300 at position 0", decode, base, None, [300], max_new_tokens=4)
+    refuses("max_new_tokens", decode, base, None, [3], max_new_tokens=0)
 
 
 def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> None:

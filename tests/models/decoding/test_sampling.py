@@ -12,12 +12,12 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from drafthead.errors import UserError
 from drafthead.models.decoding.drafter import DraftSampling, Proposal
 from drafthead.models.decoding.processed import ProcessedSampler
 from drafthead.models.decoding.sampling import Contexts, OutputSampler, Sampler
 from drafthead.models.decoding.step import target_probs
 from drafthead.models.token_tree import TokenTree
+from support import refuses
 
 VOCABULARY = 50
 SETTINGS = {
@@ -103,8 +103,7 @@ def test_a_temperature_that_overflows_is_refused() -> None:
     prompts = torch.zeros(1, 1, dtype=torch.int64)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1e-38)])
     for refused in (Sampler, OutputSampler, lambda **_: ProcessedSampler(processors, prompts, [0], 0, True)):
-        with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or at least 1e-05, got 1e-38"):
-            refused(temperature=1e-38)
+        refuses(r"temperature must be 0 \(greedy\) or at least 1e-05, got 1e-38", refused, temperature=1e-38)
 
 
 def test_dtypes() -> None:

@@ -15,7 +15,7 @@ from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
-from support import Context, TinyBase, drafted_paths
+from support import Context, TinyBase, drafted_paths, refuses
 
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
@@ -123,11 +123,9 @@ def test_a_head_of_another_base_is_refused(tiny_base: TinyBase) -> None:
     base, other = tiny_base(), tiny_base("qwen2")
     combined = CombinedDrafter([PromptLookup(3), MedusaConfig(num_draft_tokens=2).build(base)])
     assert combined.base_fingerprint == base.fingerprint
-    with pytest.raises(UserError, match="loaded for another base"):
-        decode(other, combined, [1, 2], max_new_tokens=8)
+    refuses("loaded for another base", decode, other, combined, [1, 2], max_new_tokens=8)
     heads = [MedusaConfig(num_draft_tokens=2).build(each) for each in (base, other)]
-    with pytest.raises(UserError, match="loaded for different bases"):
-        CombinedDrafter(heads)
+    refuses("loaded for different bases", CombinedDrafter, heads)
     assert CombinedDrafter([PromptLookup(3), PromptLookup(2)]).base_fingerprint is None
 
 
@@ -136,5 +134,4 @@ def test_refusals(tiny_base: TinyBase) -> None:
     assert merged.tree == union([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
     with pytest.raises(UserError, match="4 nodes, .* have 6"):
         decode(tiny_base(), merged, [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.chain(3)))
-    with pytest.raises(UserError, match="at least 2 nodes"):
-        CombinedDrafter([PromptLookup(), PromptLookup()], nodes=1)
+    refuses("at least 2 nodes", CombinedDrafter, [PromptLookup(), PromptLookup()], nodes=1)

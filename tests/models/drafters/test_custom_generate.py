@@ -33,7 +33,7 @@ from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Draft
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, leaning, p_value_of_answers, small_head
+from support import TinyBase, cases, leaning, p_value_of_answers, refuses, small_head
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "generate.md").read_text()
 IDS = torch.tensor([[5, 17, 99, 42, 7, 23], [0, 0, 0, 8, 9, 10], [0, 50, 60, 70, 80, 90]])
@@ -258,8 +258,7 @@ def test_stop_strings(model: Any, head: Path, plain: Tensor, tiny_base: TinyBase
     compared(model, head, stop_strings=[stop], tokenizer=tokenizer, eos_token_id=None)  # finished rows continue
     stopped = compared(model, head, stop_strings=[stop], tokenizer=tokenizer, eos_token_id=299)
     assert not torch.equal(stopped, plain)
-    with pytest.raises(UserError, match="stop_strings needs the model's tokenizer"):
-        with_head(model, head, IDS, stop_strings=[stop], **GREEDY)
+    refuses("stop_strings needs the model's tokenizer", with_head, model, head, IDS, stop_strings=[stop], **GREEDY)
 
 
 def test_streamers(model: Any, head: Path) -> None:
@@ -322,12 +321,10 @@ SAMPLED_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "draft_sampling"),
-    [
-        *((name, DraftSampling.WITHOUT_REPLACEMENT) for name in SAMPLED_CASES),
-        ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K),
-    ],
+@cases(
+    "name, draft_sampling",
+    *((name, DraftSampling.WITHOUT_REPLACEMENT) for name in SAMPLED_CASES),
+    ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K),
 )
 def test_sampled_answers_are_stock_distributed(
     model: Any, head: Path, name: str, draft_sampling: DraftSampling
@@ -540,8 +537,7 @@ def test_changed_weights_are_read_again(own_model: Any, head: Path, tiny_base: T
     config = read_json(folder / "config.json")
     config["base"]["recipe"]["adapter"] = "lora"
     write_json(folder / "config.json", config)
-    with pytest.raises(UserError, match="was trained for .* with the adapter lora .* without an adapter"):
-        with_head(model, folder, IDS, **GREEDY)
+    refuses("was trained for .* with the adapter lora .* without an adapter", with_head, model, folder, IDS, **GREEDY)
     other = small_head(tiny_base(seed=1), folder, TokenTree.chain(2))
     assert torch.equal(with_head(model, other, IDS, **GREEDY), model.generate(IDS, **GREEDY))
 
@@ -556,7 +552,5 @@ def test_architectures(tiny_base: TinyBase, tmp_path: Path, architecture: str) -
 
 
 def test_without_a_head_name(model: Any) -> None:
-    with pytest.raises(UserError, match="no draft head at nowhere"):
-        drafthead.custom_generate("nowhere")
-    with pytest.raises(UserError, match="the head of this call is unknown"):
-        drafthead.generate_with_head(model, inputs=IDS)
+    refuses("no draft head at nowhere", drafthead.custom_generate, "nowhere")
+    refuses("the head of this call is unknown", drafthead.generate_with_head, model, inputs=IDS)

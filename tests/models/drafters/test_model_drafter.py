@@ -12,7 +12,7 @@ from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.token_tree import TokenTree
-from support import Context, TinyBase
+from support import Context, TinyBase, refuses
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]
 
@@ -54,8 +54,7 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
     proposal = context.draft(torch.tensor([299]), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])))
     assert int(proposal.tokens[:, 1:].max()) < 200
     small.vocab_size = 301
-    with pytest.raises(UserError, match="has 301 ids but the target has 300"):
-        ModelDrafter(small, base)
+    refuses("has 301 ids but the target has 300", ModelDrafter, small, base)
 
 
 def test_adaptive_length(tiny_base: TinyBase) -> None:
@@ -82,5 +81,4 @@ def test_early_exit_leaves_the_base_as_it_is(tiny_base: TinyBase) -> None:
     assert base.num_layers == len(base.model.model.layers) == base.model.config.num_hidden_layers == 3
     assert torch.equal(base.forward(tokens, base.new_cache(8)).final, before)
     assert small.model.model.layers[0] is base.model.model.layers[0]
-    with pytest.raises(UserError, match="needs 1 to 2 layers, got 3"):
-        early_exit(base, 3)
+    refuses("needs 1 to 2 layers, got 3", early_exit, base, 3)

@@ -33,7 +33,7 @@ from plain_heads import (
     rewrite,
     unknown_tokenizer,
 )
-from support import TINY, random_base, random_ids, randomised
+from support import TINY, cases, random_base, random_ids, randomised, refuses
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "generate.md"
 DSPARK, DFLASH, GGUF = all_formats()["dspark"], all_formats()["dflash"], all_formats()["gguf_dspark"]
@@ -159,27 +159,22 @@ def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
         (DFLASH, {}, "or to=dspark.*head.anchor_predicts=false"),
         (GGUF, {"markov_rank": 0}, "head.markov_rank=0 head.confidence=false"),
     ):
-        with pytest.raises(UserError, match=says):
-            form.export(block_head(base, **settings), tmp_path / "refused")
-    with pytest.raises(UserError, match="graph of gemma .*aborts"):
-        GGUF.export(block_head(deep_base("gemma")), tmp_path / "refused")
+        refuses(says, form.export, block_head(base, **settings), tmp_path / "refused")
+    refuses("graph of gemma .*aborts", GGUF.export, block_head(deep_base("gemma")), tmp_path / "refused")
     base = copy(base)  # others share it
     base.tokenizer = unknown_tokenizer()
-    with pytest.raises(UserError, match=r"the tokenizer splits words.*\(export to=dspark"):
-        GGUF.export(block_head(base), tmp_path / "refused")
+    refuses(r"the tokenizer splits words.*\(export to=dspark", GGUF.export, block_head(base), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"markov_head_type": "gated"}, "has markov_head_type 'gated'"),
-        ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
-        ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
-        ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),
-        ({"logit_scale": 0.5}, "scales its logits by 0.5, .* by 1.0; name the base"),
-        ({"draft_vocab_size": 99}, "config.json says draft_vocab_size 99, but d2t has 100 rows"),
-    ],
+@cases(
+    "config, says",
+    ({"markov_head_type": "gated"}, "has markov_head_type 'gated'"),
+    ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
+    ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
+    ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),
+    ({"logit_scale": 0.5}, "scales its logits by 0.5, .* by 1.0; name the base"),
+    ({"draft_vocab_size": 99}, "config.json says draft_vocab_size 99, but d2t has 100 rows"),
 )
 def test_a_config_that_says_something_else_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     check_refused(DSPARK, block_head(deep_base(), D2T), tmp_path, config, says)
@@ -195,15 +190,13 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
     assert not DSPARK.load(tmp_path, base).config.confidence
     copies["lm_head.weight"] += 1
     rewrite(tmp_path, {**tensors, **copies}, confidence_head_with_markov=True)
-    with pytest.raises(UserError, match="lm_head.weight that is not"):
-        DSPARK.load(tmp_path, base)
+    refuses("lm_head.weight that is not", DSPARK.load, tmp_path, base)
     DFLASH.export(block_head(base, **FLASH), tmp_path / "jetspec")
     inner = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4], "causal_head": True}
     rewrite(tmp_path / "jetspec", dflash_config=inner)
     assert DFLASH.load(tmp_path / "jetspec", base).config.causal, "as JetSpec's own files say it"
     (tmp_path / "jetspec" / "mask_embedding.pt").touch()
-    with pytest.raises(UserError, match="mask_embedding.pt"):
-        DFLASH.load(tmp_path / "jetspec", base)
+    refuses("mask_embedding.pt", DFLASH.load, tmp_path / "jetspec", base)
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -211,10 +204,8 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dflash, expected eagle3 \(format=gguf_dspark"):
         all_formats()["gguf"].load(tmp_path, deep_base())
     all_formats()["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
-    with pytest.raises(UserError, match=r"eagle3, expected dflash \(format=gguf\)"):
-        GGUF.load(tmp_path, deep_base())
-    with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
-        GGUF.load(tmp_path / "nothing", deep_base())
+    refuses(r"eagle3, expected dflash \(format=gguf\)", GGUF.load, tmp_path, deep_base())
+    refuses("no head.gguf; .*to=gguf_dspark", GGUF.load, tmp_path / "nothing", deep_base())
 
 
 def test_transformers_drafts_with_the_exported_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from plain_heads import (
     states,
     unknown_tokenizer,
 )
-from support import TinyBase
+from support import TinyBase, cases, refuses
 
 EAGLE, SPECULATORS, GGUF = all_formats()["eagle3"], all_formats()["speculators"], all_formats()["gguf"]
 D2T = torch.arange(1, 300, 3)
@@ -96,25 +96,23 @@ ENGINES = {"eagle3": eagle_engine, "speculators": speculators_engine, "gguf": ll
 
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
-@pytest.mark.parametrize(
-    ("form", "settings"),
-    [
-        (EAGLE, {}),
-        (EAGLE, {"norm_before_fc": True}),
-        (EAGLE, {"norm_output": True}),
-        (EAGLE, {"own_lm_head": False}),
-        (EAGLE, {"fc_norm": True, "norm_output": True}),
-        (EAGLE, {"norm_before_residual": True}),
-        (EAGLE, {"rope_theta": 500.0}),
-        (SPECULATORS, {}),
-        (SPECULATORS, {"norm_before_fc": True}),
-        (SPECULATORS, {"norm_output": True, "fc_norm": True}),
-        (GGUF, {}),
-        (GGUF, {"norm_before_fc": True}),
-        (GGUF, {"own_lm_head": False}),
-        (GGUF, {"rope_theta": 500.0}),
-        (GGUF, {"norm_before_residual": True}),
-    ],
+@cases(
+    "form, settings",
+    (EAGLE, {}),
+    (EAGLE, {"norm_before_fc": True}),
+    (EAGLE, {"norm_output": True}),
+    (EAGLE, {"own_lm_head": False}),
+    (EAGLE, {"fc_norm": True, "norm_output": True}),
+    (EAGLE, {"norm_before_residual": True}),
+    (EAGLE, {"rope_theta": 500.0}),
+    (SPECULATORS, {}),
+    (SPECULATORS, {"norm_before_fc": True}),
+    (SPECULATORS, {"norm_output": True, "fc_norm": True}),
+    (GGUF, {}),
+    (GGUF, {"norm_before_fc": True}),
+    (GGUF, {"own_lm_head": False}),
+    (GGUF, {"rope_theta": 500.0}),
+    (GGUF, {"norm_before_residual": True}),
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_engine_and_round_trip(tmp_path: Path, form: Format, settings: dict[str, Any], d2t: Tensor | None) -> None:
@@ -122,14 +120,12 @@ def test_engine_and_round_trip(tmp_path: Path, form: Format, settings: dict[str,
     check_round_trip(form, ENGINES[form.name], eagle(deep_base(), d2t, **layers, **settings), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        ({}, ["vLLM", "SGLang", "llama.cpp"]),
-        ({"norm_before_fc": True}, ["vLLM", "llama.cpp"]),
-        ({"norm_output": True}, ["vLLM", "SGLang"]),
-        ({"layers": [2, 3]}, ["vLLM", "SGLang"]),
-    ],
+@cases(
+    "settings, engines",
+    ({}, ["vLLM", "SGLang", "llama.cpp"]),
+    ({"norm_before_fc": True}, ["vLLM", "llama.cpp"]),
+    ({"norm_output": True}, ["vLLM", "SGLang"]),
+    ({"layers": [2, 3]}, ["vLLM", "SGLang"]),
 )
 def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], engines: list[str]) -> None:
     head = eagle(deep_base(), **{"layers": [2, 3, 5], **settings})
@@ -147,8 +143,7 @@ def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], 
 @pytest.mark.parametrize("layers", [[0, 1, 2], [3, 2, 1], [2, 3, 6], None])
 def test_layers_that_engines_cannot_join_are_refused(tmp_path: Path, layers: list[int] | None) -> None:
     """The published default repeats a layer on a base of six, so the advice names layers that pass."""
-    with pytest.raises(UserError, match=r"head.layers=\[1,3,5\]"):
-        EAGLE.export(eagle(deep_base(), layers=layers), tmp_path)
+    refuses(r"head.layers=\[1,3,5\]", EAGLE.export, eagle(deep_base(), layers=layers), tmp_path)
     EAGLE.export(eagle(deep_base(), layers=[1, 3, 5]), tmp_path)
 
 
@@ -161,14 +156,12 @@ def test_the_default_layers_are_advised_where_engines_can_join_them() -> None:
 OUTER = INNER = {LAYER_IDS: [1, 2, 4]}
 
 
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
-        ({**OUTER, "eagle_config": {}}, [1, 2, 4]),
-        ({LAYER_IDS: None, "eagle_config": INNER}, [2, 3, 5]),
-        ({LAYER_IDS: None, "eagle_config": None}, None),
-        ({**OUTER, "eagle_config": INNER, "layers": [2, 3, 4]}, [2, 3, 4]),
-    ],
+@cases(
+    "config, layers",
+    ({**OUTER, "eagle_config": {}}, [1, 2, 4]),
+    ({LAYER_IDS: None, "eagle_config": INNER}, [2, 3, 5]),
+    ({LAYER_IDS: None, "eagle_config": None}, None),
+    ({**OUTER, "eagle_config": INNER, "layers": [2, 3, 4]}, [2, 3, 4]),
 )
 def test_layer_ids_follow_their_config_key(tmp_path: Path, config: dict[str, Any], layers: list[int] | None) -> None:
     """Ids at the top level count from 1, those in eagle_config from 0."""
@@ -181,11 +174,9 @@ def test_layer_ids_follow_their_config_key(tmp_path: Path, config: dict[str, Any
 def test_layer_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     rewrite(tmp_path, **OUTER, eagle_config=INNER)
-    with pytest.raises(UserError, match=r"layers \[1, 2, 4\].*layers \[2, 3, 5\]"):
-        EAGLE.load(tmp_path, deep_base())
+    refuses(r"layers \[1, 2, 4\].*layers \[2, 3, 5\]", EAGLE.load, tmp_path, deep_base())
     rewrite(tmp_path, eagle_aux_hidden_state_layer_ids="2", eagle_config={})
-    with pytest.raises(UserError, match=f"{LAYER_IDS} '2'"):
-        EAGLE.load(tmp_path, deep_base())
+    refuses(f"{LAYER_IDS} '2'", EAGLE.load, tmp_path, deep_base())
 
 
 def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -209,24 +200,20 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
     theirs["model.embed_tokens.weight"] += 1
     rewrite(tmp_path, theirs)
-    with pytest.raises(UserError, match="embed_tokens.weight that is not random-llama's"):
-        EAGLE.load(tmp_path, base)
+    refuses("embed_tokens.weight that is not random-llama's", EAGLE.load, tmp_path, base)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda weight: weight.fill_(torch.nan), "has numbers in fc.weight that are not finite"),
-        (lambda weight: weight.to(torch.int8), "fc.weight as int8"),
-    ],
+@cases(
+    "damage, said",
+    (lambda weight: weight.fill_(torch.nan), "has numbers in fc.weight that are not finite"),
+    (lambda weight: weight.to(torch.int8), "fc.weight as int8"),
 )
 def test_damaged_weights_are_refused(tmp_path: Path, damage: Callable[[Tensor], Tensor], said: str) -> None:
     EAGLE.export(eagle(deep_base(), None), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o444 == 0o444  # a server may be another user
     save_file({**weights, "fc.weight": damage(weights["fc.weight"].clone())}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=said):
-        EAGLE.read(tmp_path, {})
+    refuses(said, EAGLE.read, tmp_path, {})
 
 
 def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -239,22 +226,16 @@ def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Pa
     del tensors["t2d"]
     tensors["d2t"][7] -= 1
     rewrite(tmp_path, tensors, layers=[1, 2])
-    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary .* 1 of 50"):
-        EAGLE.load(tmp_path, base)
+    refuses(f"{tmp_path}: the draft vocabulary .* 1 of 50", EAGLE.load, tmp_path, base)
 
 
 def test_settings_that_llamacpp_ignores_or_aborts_on_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="head.norm_output=false"):
-        GGUF.export(eagle(deep_base(), **THREE, norm_output=True), tmp_path)
-    with pytest.raises(UserError, match=r"exactly 3 \(head.layers=null"):
-        GGUF.export(eagle(deep_base(), layers=[2, 3]), tmp_path)
-    with pytest.raises(UserError, match="graph of gemma .*aborts"):
-        GGUF.export(eagle(deep_base("gemma"), **THREE), tmp_path)
-    with pytest.raises(UserError, match="has no head.gguf"):
-        GGUF.load(tmp_path, deep_base())
+    refuses("head.norm_output=false", GGUF.export, eagle(deep_base(), **THREE, norm_output=True), tmp_path)
+    refuses(r"exactly 3 \(head.layers=null", GGUF.export, eagle(deep_base(), layers=[2, 3]), tmp_path)
+    refuses("graph of gemma .*aborts", GGUF.export, eagle(deep_base("gemma"), **THREE), tmp_path)
+    refuses("has no head.gguf", GGUF.load, tmp_path, deep_base())
     (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
-    with pytest.raises(UserError, match="head.gguf cannot be read"):
-        GGUF.load(tmp_path, deep_base())
+    refuses("head.gguf cannot be read", GGUF.load, tmp_path, deep_base())
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window", "attention.other"])
@@ -265,8 +246,7 @@ def test_keys_of_a_gguf_file_that_change_the_drafts(tmp_path: Path, key: str, mo
     if key == "attention.other":
         assert "unknown keys, which are ignored: eagle3.attention.other" in GGUF.read(tmp_path).notes[0]
         return
-    with pytest.raises(UserError, match="has sliding_window 4"):
-        GGUF.read(tmp_path)
+    refuses("has sliding_window 4", GGUF.read, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

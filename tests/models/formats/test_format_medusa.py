@@ -24,7 +24,7 @@ from drafthead.models.formats.medusa import VllmMedusaFormat, with_full_vocabula
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from plain_heads import rewrite
-from support import TinyBase, randomised
+from support import TinyBase, randomised, refuses
 
 CASES = [
     {"num_draft_tokens": 3, "num_layers": 1},
@@ -140,8 +140,7 @@ def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(tiny_bas
         with pytest.raises(UserError, match=r"over 100 of 300 ids.*\(head.draft_vocab_size=null or to=vllm_m"):
             all_formats()["medusa"].export(head, tmp_path / "refused")
         offered = "head.draft_vocab_size=null" if own_lm_head else "vocabulary=full"
-        with pytest.raises(UserError, match=rf"vLLM 0.32.0 does not load a token_map \({offered}\)"):
-            form.export(head, tmp_path / "refused")
+        refuses(rf"vLLM 0.32.0 does not load a token_map \({offered}\)", form.export, head, tmp_path / "refused")
         folder = tmp_path / str(own_lm_head)
         WithTokenMap().export(head, folder)
         hidden = torch.randn(3, base.hidden_size)
@@ -162,8 +161,7 @@ def test_over_the_full_vocabulary_the_drafted_ids_keep_their_logits(tiny_base: T
     narrow = trained(base, d2t, num_draft_tokens=2, own_lm_head=True, draft_vocab_size=100)
     assert form.fitted(narrow) is narrow, "output rows for the other ids would be untrained"
     assert with_full_vocabulary(wide) is wide and len(with_full_vocabulary(head).d2t) == 300
-    with pytest.raises(UserError, match="vocabulary=full"):
-        with_full_vocabulary(narrow)
+    refuses("vocabulary=full", with_full_vocabulary, narrow)
 
 
 def test_what_no_medusa_format_has_is_refused_in_one_message(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -256,14 +254,11 @@ def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
     tensors = published(tmp_path, base, num_draft_tokens=2)[1]
     file = tmp_path / "medusa_lm_head.safetensors"
     file.rename(tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(UserError, match=r"medusa_lm_head.pt: pickles"):
-        medusa.read(tmp_path)
+    refuses(r"medusa_lm_head.pt: pickles", medusa.read, tmp_path)
     (tmp_path / "medusa_lm_head.pt").unlink()
-    with pytest.raises(UserError, match=r"no medusa_lm_head.safetensors \(it holds config.json\)"):
-        medusa.read(tmp_path)
+    refuses(r"no medusa_lm_head.safetensors \(it holds config.json\)", medusa.read, tmp_path)
     file.write_bytes(b"no")
-    with pytest.raises(UserError, match="cannot be read"):
-        medusa.read(tmp_path)
+    refuses("cannot be read", medusa.read, tmp_path)
     lost = {k: v for k, v in tensors.items() if k != "1.0.linear.bias"}
     narrow = {k: torch.zeros([16 if s == 32 else s for s in v.shape]) for k, v in tensors.items()}
     for changed, says in (
@@ -272,8 +267,7 @@ def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
         (narrow, r"0.0.linear.weight is \(16, 16\), not \(32, 32\)"),
     ):
         save_file(changed, file)
-        with pytest.raises(UserError, match=says):
-            medusa.load(tmp_path, base)
+        refuses(says, medusa.load, tmp_path, base)
 
 
 def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -308,5 +302,4 @@ def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "x"}))
     again = form.attach(form.read(tmp_path, {k: v for k, v in content.items() if k in form.config_keys}), base)
     assert all(torch.equal(value, head.state_dict()[key]) for key, value in again.state_dict().items())
-    with pytest.raises(UserError, match=f"{name} does not use config.bogus"):
-        form.read(tmp_path, {"bogus": 1})
+    refuses(f"{name} does not use config.bogus", form.read, tmp_path, {"bogus": 1})

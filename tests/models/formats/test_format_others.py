@@ -34,7 +34,7 @@ from plain_heads import (
     rewrite,
     states,
 )
-from support import TinyBase
+from support import TinyBase, cases, refuses
 
 HYDRA, MLP, KANGAROO = all_formats()["hydra"], all_formats()["mlp_speculator"], all_formats()["kangaroo"]
 
@@ -98,41 +98,37 @@ Make = Callable[..., DraftHead]
 eagle_of_50 = partial(eagle, d2t=torch.arange(50))
 
 
-@pytest.mark.parametrize(
-    ("engine", "make", "settings"),
-    [
-        (hydra_engine, hydra, {}),
-        (hydra_engine, hydra, {"num_layers": 3, "prefix_layer": True, "dropout": 0.2}),
-        (hydra_engine, hydra, {"num_layers": 3, "tie_blocks": True, "projection_bias": True}),
-        (hydra_engine, hydra, {"num_layers": 2, "own_lm_head": False}),
-        (mlp_engine, mlp, {"num_draft_tokens": 3}),
-        (mlp_engine, mlp, {"num_draft_tokens": 4, "inner_dim": 24, "scale_input": True}),
-        (mlp_engine, mlp, {"num_draft_tokens": 5, "inner_dim": 24, "tie_weights": True, "scale_input": True}),
-        (mlp_engine, mlp, {"num_draft_tokens": 2, "tie_weights": True}),
-        (kangaroo_engine, kangaroo, {}),
-    ],
+@cases(
+    "engine, make, settings",
+    (hydra_engine, hydra, {}),
+    (hydra_engine, hydra, {"num_layers": 3, "prefix_layer": True, "dropout": 0.2}),
+    (hydra_engine, hydra, {"num_layers": 3, "tie_blocks": True, "projection_bias": True}),
+    (hydra_engine, hydra, {"num_layers": 2, "own_lm_head": False}),
+    (mlp_engine, mlp, {"num_draft_tokens": 3}),
+    (mlp_engine, mlp, {"num_draft_tokens": 4, "inner_dim": 24, "scale_input": True}),
+    (mlp_engine, mlp, {"num_draft_tokens": 5, "inner_dim": 24, "tie_weights": True, "scale_input": True}),
+    (mlp_engine, mlp, {"num_draft_tokens": 2, "tie_weights": True}),
+    (kangaroo_engine, kangaroo, {}),
 )
 def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, settings: dict[str, Any]) -> None:
     head = make(deep_base(), **settings)
     check_round_trip(all_formats()[head.config.head_type], engine, head, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "says"),
-    [
-        (hydra, {"hydra_head_arch": "eagle-attn"}, "has hydra_head_arch 'eagle-attn'"),
-        (hydra, {"hydra_num_heads": 4}, "missing .hydra_lm_head.3.bias"),
-        (mlp, {"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
-        (mlp, {"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
-        (eagle_of_50, {"target_hidden_size": 64}, "made for a base with hidden_size 64"),
-        (eagle_of_50, {"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
-        (eagle_of_50, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
-        (kangaroo, {"exit_layer": 3}, "must be below the base's 3 layers"),
-        (kangaroo, {"rope_theta": [1]}, "holds a head that drafthead does not support"),
-        (kangaroo, {"rope_scaling": "x"}, "has rope_scaling 'x', expected an object"),
-        (hydra, {"hydra_num_heads": 10**12}, "expected a positive whole number up to 1,048,576"),
-        (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
-    ],
+@cases(
+    "make, config, says",
+    (hydra, {"hydra_head_arch": "eagle-attn"}, "has hydra_head_arch 'eagle-attn'"),
+    (hydra, {"hydra_num_heads": 4}, "missing .hydra_lm_head.3.bias"),
+    (mlp, {"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
+    (mlp, {"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
+    (eagle_of_50, {"target_hidden_size": 64}, "made for a base with hidden_size 64"),
+    (eagle_of_50, {"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
+    (eagle_of_50, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
+    (kangaroo, {"exit_layer": 3}, "must be below the base's 3 layers"),
+    (kangaroo, {"rope_theta": [1]}, "holds a head that drafthead does not support"),
+    (kangaroo, {"rope_scaling": "x"}, "has rope_scaling 'x', expected an object"),
+    (hydra, {"hydra_num_heads": 10**12}, "expected a positive whole number up to 1,048,576"),
+    (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
 )
 def test_wrong_configs(tiny_base: TinyBase, tmp_path: Path, make: Make, config: dict[str, Any], says: str) -> None:
     head = make(tiny_base(), **({"prefix_layer": True} if make is hydra else {}))
@@ -174,18 +170,15 @@ def test_hydra_modules_with_and_without_dropouts(tiny_base: TinyBase, tmp_path: 
 
 def test_hydra_refusals(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    with pytest.raises(UserError, match="head.unit_embeddings=false"):
-        HYDRA.export(hydra(base, unit_embeddings=True), tmp_path)
+    refuses("head.unit_embeddings=false", HYDRA.export, hydra(base, unit_embeddings=True), tmp_path)
     scaled = hydra(base)
     scaled.target_lm_head = type(scaled.target_lm_head)(weight=scaled.target_lm_head.weight, scale=0.5)
-    with pytest.raises(UserError, match="scales or caps its logits"):
-        HYDRA.export(scaled, tmp_path)
+    refuses("scales or caps its logits", HYDRA.export, scaled, tmp_path)
     HYDRA.export(hydra(base, prefix_layer=True), tmp_path)
     tensors = load_file(tmp_path / "hydra_lm_head.safetensors")
     tensors["prefix_embeding_layer.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 32)
     rewrite(tmp_path, tensors)
-    with pytest.raises(UserError, match=r"k_proj.weight is \(32, 32\), not \(16, 32\)"):
-        HYDRA.load(tmp_path, base)
+    refuses(r"k_proj.weight is \(32, 32\), not \(16, 32\)", HYDRA.load, tmp_path, base)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -214,20 +207,16 @@ def test_mlp_speculators_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     assert torch.equal(logits_of(base, MLP.attach(checkpoint, base)), logits_of(base, head))
     tensors["speculator.proj.3.weight"] += 1
     rewrite(tmp_path, tensors)
-    with pytest.raises(UserError, match="tie_weights, but speculator.proj.3.weight"):
-        MLP.read(tmp_path)
+    refuses("tie_weights, but speculator.proj.3.weight", MLP.read, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"cell": "lstm", "tie_weights": True}, "LSTM.*head.cell=rnn"),
-        ({"own_embedding": False, "own_lm_head": False}, "head.own_embedding=true.*head.own_lm_head=true"),
-    ],
+@cases(
+    "settings, says",
+    ({"cell": "lstm", "tie_weights": True}, "LSTM.*head.cell=rnn"),
+    ({"own_embedding": False, "own_lm_head": False}, "head.own_embedding=true.*head.own_lm_head=true"),
 )
 def test_what_ibm_lacks_is_refused(tiny_base: TinyBase, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        MLP.export(mlp(tiny_base(), **settings), tmp_path)
+    refuses(says, MLP.export, mlp(tiny_base(), **settings), tmp_path)
 
 
 def test_a_published_kangaroo_does_not_say_where_to_exit(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -235,8 +224,7 @@ def test_a_published_kangaroo_does_not_say_where_to_exit(tiny_base: TinyBase, tm
     KANGAROO.export(kangaroo(base), tmp_path)
     weights = load_file(tmp_path / "model.safetensors") | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     rewrite(tmp_path, weights, **dict.fromkeys(("exit_layer", "num_tokens", "threshold")))
-    with pytest.raises(UserError, match="has None as exit_layer"):
-        KANGAROO.load(tmp_path, base)
+    refuses("has None as exit_layer", KANGAROO.load, tmp_path, base)
     head = KANGAROO.attach(KANGAROO.read(tmp_path, {"exit_layer": 1, "rms_norm_eps": 9.9999999e-07}), base)
     assert head.config == KangarooConfig(exit_layer=1)
 
@@ -249,7 +237,6 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
         (all_formats()["mlp_speculator"], MLPSpeculatorConfig(draft_vocab_size=50)),
     ):
         head = config.build(base, torch.arange(50))
-        with pytest.raises(UserError, match=f"{form.name} .*50 of 300 ids.*head.draft_vocab_size=null"):
-            form.export(head, tmp_path)
+        refuses(f"{form.name} .*50 of 300 ids.*head.draft_vocab_size=null", form.export, head, tmp_path)
     with pytest.raises(UserError, match="of the type medusa, .* of the type mlp_speculator"):
         all_formats()["medusa"].export(head, tmp_path)

@@ -9,6 +9,7 @@ from drafthead.models import formats
 from drafthead.models.formats import all_formats, format_for, format_named, recognise
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from support import refuses
 
 TOY = """
 from drafthead.models.formats.kangaroo import KangarooFormat
@@ -29,11 +30,8 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_look_ups() -> None:
     assert format_for("kangaroo", KangarooConfig) is format_named("kangaroo") is all_formats()["kangaroo"]
-    with pytest.raises(UserError, match="type hydra, .*type medusa: export it to=medusa or to=tgi_medusa"):
-        format_for("hydra", MedusaConfig)
-    with pytest.raises(UserError, match="unknown format 'onnx'; choose one of .*medusa"):
-        format_named("onnx")
-    with pytest.raises(UserError, match="x/config.json .* matches none of dspark"):
-        recognise({"model_type": "llama"}, "x")
+    refuses("type hydra, .*type medusa: export it to=medusa or to=tgi_medusa", format_for, "hydra", MedusaConfig)
+    refuses("unknown format 'onnx'; choose one of .*medusa", format_named, "onnx")
+    refuses("x/config.json .* matches none of dspark", recognise, {"model_type": "llama"}, "x")
     with pytest.raises(UserError, match="x holds a head that drafthead does not support"):
         recognise({"model_type": "mlp_speculator", "architectures": 5}, "x")

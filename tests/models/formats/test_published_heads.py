@@ -21,7 +21,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from plain_heads import deep_base, eagle, hydra, kangaroo, logits_of, mlp
-from support import TINY, random_base, randomised
+from support import TINY, cases, random_base, randomised, refuses
 
 D2T = torch.arange(1, 300, 3)
 SIZES = {key: value for key, value in TINY.items() if key not in ("model_type", "num_hidden_layers")}
@@ -133,34 +133,29 @@ def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
     assert torch.equal(logits_of(base, again), logits_of(base, head))
 
 
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "has layer_types 'sliding_attention'"),
-        ({"sliding_window": 4}, "has sliding_window 4"),
-        ({"rope_theta": 5e5}, "rope_theta 500000.0 at the top level and 10000.0 in rope_parameters"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_scaling .*each type of layer"),
-        ({"vocab_size": 301}, "made for a base with vocab_size 301"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "has quantization_config"),
-    ],
+@cases(
+    "layer, says",
+    ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "has layer_types 'sliding_attention'"),
+    ({"sliding_window": 4}, "has sliding_window 4"),
+    ({"rope_theta": 5e5}, "rope_theta 500000.0 at the top level and 10000.0 in rope_parameters"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_scaling .*each type of layer"),
+    ({"vocab_size": 301}, "made for a base with vocab_size 301"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "has quantization_config"),
 )
 def test_keys_that_change_the_drafts_are_refused_by_name(tmp_path: Path, layer: dict[str, Any], says: str) -> None:
     base = deep_base()
     head = eagle(base, D2T, layers=[2, 3, 5], norm_before_fc=True, norm_before_residual=True, norm_output=True)
     folder = write(tmp_path / "s", small(speculators(**layer)), eagle_weights(head, tmp_path / "ours"))
-    with pytest.raises(UserError, match=says):
-        imported(folder, base)
+    refuses(says, imported, folder, base)
 
 
-@pytest.mark.parametrize(
-    ("config", "notes"),
-    [
-        ({}, ["names no layers", "names no number of drafts"]),  # llama3-8B-eagle3.json
-        ({"target_model_type": "gemma3_text", "sliding_window": 512, "use_sliding_window": False}, ["names no layers"]),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}, "head_dim": 8}, ["no number of drafts"]),
-        ({"eagle_config": MODELOPT, "head_dim": 8, "mlp_bias": False}, ["names no layers"]),  # vllm#50170
-        ({"decoder_sparse_step": 1, "another": 2}, ["unknown keys, which are ignored: another, decoder_sparse_step"]),
-    ],
+@cases(
+    "config, notes",
+    ({}, ["names no layers", "names no number of drafts"]),  # llama3-8B-eagle3.json
+    ({"target_model_type": "gemma3_text", "sliding_window": 512, "use_sliding_window": False}, ["names no layers"]),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}, "head_dim": 8}, ["no number of drafts"]),
+    ({"eagle_config": MODELOPT, "head_dim": 8, "mlp_bias": False}, ["names no layers"]),  # vllm#50170
+    ({"decoder_sparse_step": 1, "another": 2}, ["unknown keys, which are ignored: another, decoder_sparse_step"]),
 )
 def test_eagle3_of_specforge_and_modelopt(tmp_path: Path, config: dict[str, Any], notes: list[str]) -> None:
     """SpecForge's configs/*.json and ModelOpt's template. Without layers, 2, L // 2 and L - 3 are assumed."""
@@ -188,8 +183,7 @@ def test_eagle3_of_its_authors(tmp_path: Path) -> None:
     assert "names no layers" in notes and torch.equal(logits_of(base, again), logits_of(base, head))
     assert not torch.equal(logits_of(base, head), logits_of(base, eagle(base, D2T, layers=[2, 3, 3])))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin: pickles"):
-        imported(folder, base)
+    refuses(r"pytorch_model.bin: pickles", imported, folder, base)
 
 
 def block(base: BaseModel, **settings: Any) -> DraftHead:
@@ -206,22 +200,19 @@ def test_dflash_of_z_lab(tmp_path: Path, edit: dict[str, Any] | None) -> None:
     config = small(json.loads(QWEN), **names, dflash_config=inner, block_size=4)
     folder = write(tmp_path / "z", config, weights(head, "dflash", tmp_path / "ours"))
     if edit:
-        with pytest.raises(UserError, match=f"has {next(iter(edit))} "):
-            imported(folder, base)
+        refuses(f"has {next(iter(edit))} ", imported, folder, base)
         return
     again, notes = imported(folder, base)
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))
 
 
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        ({}, ""),
-        ({"markov_head_type": "rnn"}, "has markov_head_type 'rnn'"),
-        ({"num_target_layers": 36}, "made for a base of 36 layers"),
-        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, r"target_layer_ids \[1, 2, 4\] at the top level and"),
-        ({"dflash_config": {"causal": True}, "is_causal": False}, "says is_causal False, causal True"),
-    ],
+@cases(
+    "edit, says",
+    ({}, ""),
+    ({"markov_head_type": "rnn"}, "has markov_head_type 'rnn'"),
+    ({"num_target_layers": 36}, "made for a base of 36 layers"),
+    ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, r"target_layer_ids \[1, 2, 4\] at the top level and"),
+    ({"dflash_config": {"causal": True}, "is_causal": False}, "says is_causal False, causal True"),
 )
 def test_dspark_of_deepspec(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
     base = deep_base()
@@ -233,8 +224,7 @@ def test_dspark_of_deepspec(tmp_path: Path, edit: dict[str, Any], says: str) -> 
     tensors = {**weights(head, "dspark", tmp_path / "ours"), **copies}
     folder = write(tmp_path / "d", {**small(json.loads(QWEN)), **keys}, tensors)
     if says:
-        with pytest.raises(UserError, match=says):
-            imported(folder, base)
+        refuses(says, imported, folder, base)
         return
     again, notes = imported(folder, base)
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))
@@ -273,22 +263,18 @@ def test_heads_without_many_keys(tmp_path: Path, form: str) -> None:
     again, notes = imported(folder, base, **override)
     assert (note in notes if note else not notes) and torch.equal(logits_of(base, again), logits_of(base, head))
     if override:
-        with pytest.raises(UserError, match="EAGLE-1 or EAGLE-2 head .or a Kangaroo adapter.*config.exit_layer=N"):
-            imported(folder, base)
+        refuses("EAGLE-1 or EAGLE-2 head .or a Kangaroo adapter.*config.exit_layer=N", imported, folder, base)
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ({"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}, "a P-EAGLE head"),
-        ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "a Domino head"),
-        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "an EAGLE-1 or EAGLE-2 head"),
-        ({"speculators_model_type": "mtp"}, r"a head for multi-token prediction \(MTP\)"),
-    ],
+@cases(
+    "config, kind",
+    ({"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}, "a P-EAGLE head"),
+    ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "a Domino head"),
+    ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "an EAGLE-1 or EAGLE-2 head"),
+    ({"speculators_model_type": "mtp"}, r"a head for multi-token prediction \(MTP\)"),
 )
 def test_kinds_that_are_not_supported_are_named(config: dict[str, Any], kind: str) -> None:
-    with pytest.raises(UserError, match=f"x/config.json .* is {kind}.*, which drafthead cannot import"):
-        recognise(config, "x")
+    refuses(f"x/config.json .* is {kind}.*, which drafthead cannot import", recognise, config, "x")
 
 
 def test_maps_of_the_vocabulary_must_agree(tmp_path: Path) -> None:
@@ -297,8 +283,7 @@ def test_maps_of_the_vocabulary_must_agree(tmp_path: Path) -> None:
     config, tensors = (tmp_path / "some" / "config.json").read_text(), load_file(tmp_path / "some/model.safetensors")
     for d2t, says in ((ids, "d2t holds target ids, where offsets are expected"), (ids - 99, "copy the folder again")):
         write(tmp_path / "x", json.loads(config), {**tensors, "d2t": d2t})
-        with pytest.raises(UserError, match=f"d2t and t2d mark different target ids: {says}"):
-            imported(tmp_path / "x", base)
+        refuses(f"d2t and t2d mark different target ids: {says}", imported, tmp_path / "x", base)
     form.export(eagle(base, layers=[2, 3, 5]), tmp_path / "all")
     config, tensors = (tmp_path / "all" / "config.json").read_text(), load_file(tmp_path / "all/model.safetensors")
     tensors["d2t"] = torch.arange(299, -1, -1) - torch.arange(300)
@@ -309,14 +294,12 @@ def test_maps_of_the_vocabulary_must_agree(tmp_path: Path) -> None:
     assert torch.equal(again.output_head(0).weight, base.lm_head.weight), "engines use the target's output head"
 
 
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state False"),
-        ({"eagle_config": 3}, "eagle_config 3, expected an object"),
-        ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, "norm_before_fc False at the top level"),
-        ({"num_aux_hidden_states": 4}, r"num_aux_hidden_states 4, but names the layers \[2, 3, 5\]"),
-    ],
+@cases(
+    "edit, says",
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state False"),
+    ({"eagle_config": 3}, "eagle_config 3, expected an object"),
+    ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, "norm_before_fc False at the top level"),
+    ({"num_aux_hidden_states": 4}, r"num_aux_hidden_states 4, but names the layers \[2, 3, 5\]"),
 )
 def test_eagle3_configs_that_contradict_themselves_or_drafthead(
     tmp_path: Path, edit: dict[str, Any], says: str
@@ -325,8 +308,7 @@ def test_eagle3_configs_that_contradict_themselves_or_drafthead(
     all_formats()["eagle3"].export(eagle(base, D2T, layers=[2, 3, 5]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | edit
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=says):
-        imported(tmp_path, base)
+    refuses(says, imported, tmp_path, base)
 
 
 def test_an_export_has_the_limits_of_the_base_and_not_of_the_run(tmp_path: Path) -> None:

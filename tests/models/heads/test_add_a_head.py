@@ -16,7 +16,7 @@ from drafthead.errors import UserError
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.pipeline import run_pipeline
-from support import TinyBase, assert_parity, composed, noisy_head, rows_of
+from support import TinyBase, assert_parity, cases, composed, noisy_head, refuses, rows_of
 
 
 def test_the_example_trains_and_evaluates(tmp_path: Path) -> None:
@@ -51,9 +51,11 @@ def test_the_reference_of_the_page_is_the_example(tiny_base: TinyBase, variant: 
     assert_parity(head, reference(head))
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [("wide", r"returned tensor \[\d+, \d+\], tuple"), ("alone", r"returned tensor \[\d+, \d+\]$"), ("bare", "")],
+@cases(
+    "returned, says",
+    ("wide", r"returned tensor \[\d+, \d+\], tuple"),
+    ("alone", r"returned tensor \[\d+, \d+\]$"),
+    ("bare", ""),
 )
 def test_a_wrong_result_of_advance_is_named(tiny_base: TinyBase, returned: str, says: str) -> None:
     base = tiny_base()
@@ -69,13 +71,11 @@ def test_a_wrong_result_of_advance_is_named(tiny_base: TinyBase, returned: str, 
         head.loss(batch, base.hidden_states(batch, head.spec), LossConfig())
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("    session_class = HeadSession", "session_class = HeadSession"),
-        ("        self.projections = self.lm_heads(0)", r"self.projections = self.lm_heads\(...\) in __init__"),
-        ("def advance", "the method advance"),
-    ],
+@cases(
+    "line, says",
+    ("    session_class = HeadSession", "session_class = HeadSession"),
+    ("        self.projections = self.lm_heads(0)", r"self.projections = self.lm_heads\(...\) in __init__"),
+    ("def advance", "the method advance"),
 )
 def test_what_a_head_lacks_is_named_before_training(
     tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
@@ -92,5 +92,4 @@ def test_what_a_head_lacks_is_named_before_training(
 def test_output_layers_have_the_rows_of_the_draft_vocabulary(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head: Any = HEADS[EXAMPLE].build(base, torch.arange(100))
-    with pytest.raises(UserError, match=f"has {base.vocab_size} rows, but the draft vocabulary has 100"):
-        head.lm_heads(1, base.lm_head)
+    refuses(f"has {base.vocab_size} rows, but the draft vocabulary has 100", head.lm_heads, 1, base.lm_head)

@@ -33,6 +33,7 @@ from support import (
     assert_distributed,
     assert_rows_are_independent,
     assert_same_in_any_batch,
+    cases,
     chain_levels,
     drafted_logits,
     fitted,
@@ -40,6 +41,7 @@ from support import (
     random_base,
     random_ids,
     randomised,
+    refuses,
     row_of,
     rows_of,
     small_base,
@@ -77,20 +79,18 @@ def test_a_head_without_weights_is_as_large(grouping: str, kind: str, vocabulary
     assert len(counted.d2t) == len(head.d2t)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "says"),
-    [
-        ("hydra", {"own_lm_head": False}, "head.projection_bias .*head.own_lm_head"),
-        ("medusa2", {"lora_lm_head": True, "own_lm_head": False}, "lora_lm_head.* head.own_lm_head"),
-        ("eagle3", {"ttt_steps": 8}, "head.ttt_steps .*head.num_draft_tokens"),
-        ("mlp", {"cell": "lstm"}, "head.cell.* head.tie_weights"),
-        ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs .*head.cell"),
-        ("lstm", {"num_draft_tokens": 1}, "head.tie_weights .*head.num_draft_tokens"),
-        ("draft_lm", {"from_layers": [0]}, "head.from_layers .*head.num_layers"),
-        ("dspark", {"layers": []}, "head.layers"),
-        ("dspark", {"reads_state": True}, "head.copy_layers .*head.reads_state"),
-        ("dspark", {"intermediate_size": 8}, "head.copy_layers .*head.intermediate_size"),
-    ],
+@cases(
+    "kind, settings, says",
+    ("hydra", {"own_lm_head": False}, "head.projection_bias .*head.own_lm_head"),
+    ("medusa2", {"lora_lm_head": True, "own_lm_head": False}, "lora_lm_head.* head.own_lm_head"),
+    ("eagle3", {"ttt_steps": 8}, "head.ttt_steps .*head.num_draft_tokens"),
+    ("mlp", {"cell": "lstm"}, "head.cell.* head.tie_weights"),
+    ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs .*head.cell"),
+    ("lstm", {"num_draft_tokens": 1}, "head.tie_weights .*head.num_draft_tokens"),
+    ("draft_lm", {"from_layers": [0]}, "head.from_layers .*head.num_layers"),
+    ("dspark", {"layers": []}, "head.layers"),
+    ("dspark", {"reads_state": True}, "head.copy_layers .*head.reads_state"),
+    ("dspark", {"intermediate_size": 8}, "head.copy_layers .*head.intermediate_size"),
 )
 def test_settings_that_exclude_each_other(kind: str, settings: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -114,13 +114,11 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     return actual
 
 
-@pytest.mark.parametrize(
-    ("architecture", "graphs", "kind"),
-    [
-        *(("qwen2", "auto", kind) for kind in HEADS),
-        *cases_of(("gemma", "auto"), HEADS, fast=()),
-        *cases_of(("llama", "always"), HEADS, fast=("medusa", "hydra", "mlp")),
-    ],
+@cases(
+    "architecture, graphs, kind",
+    *(("qwen2", "auto", kind) for kind in HEADS),
+    *cases_of(("gemma", "auto"), HEADS, fast=()),
+    *cases_of(("llama", "always"), HEADS, fast=("medusa", "hydra", "mlp")),
 )
 def test_drafting_is_the_training_path(
     tiny_base: TinyBase, small_caches: None, kind: str, architecture: str, graphs: str
@@ -214,9 +212,10 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
             assert ranks[t, k] == (-1 if target is None else listed.index(target) if target in listed else 40), (t, k)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [*(("llama", kind) for kind in UNTRAINED_AS_BASE), *cases_of(("gemma",), UNTRAINED_AS_BASE, fast=("hydra_pp",))],
+@cases(
+    "architecture, kind",
+    *(("llama", kind) for kind in UNTRAINED_AS_BASE),
+    *cases_of(("gemma",), UNTRAINED_AS_BASE, fast=("hydra_pp",)),
 )
 def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     base, ids = tiny_base(architecture), list(range(20, 40))
@@ -232,14 +231,12 @@ def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, arc
             torch.testing.assert_close(logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [
-        *cases_of(("llama",), HEADS, fast=MAIN),
-        *cases_of(("qwen2",), HEADS, fast=("eagle3",)),
-        *cases_of(("gemma",), HEADS, fast=("dspark_state",)),
-        *cases_of(("gpt_bigcode",), ("medusa", "hydra", "mlp"), fast=("medusa",)),
-    ],
+@cases(
+    "architecture, kind",
+    *cases_of(("llama",), HEADS, fast=MAIN),
+    *cases_of(("qwen2",), HEADS, fast=("eagle3",)),
+    *cases_of(("gemma",), HEADS, fast=("dspark_state",)),
+    *cases_of(("gpt_bigcode",), ("medusa", "hydra", "mlp"), fast=("medusa",)),
 )
 def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     """Alone and in a batch, with every kind of tree; the head is fitted, so that drafts are accepted."""
@@ -431,8 +428,7 @@ def test_a_saved_head_needs_only_parts_of_its_base(kind: str, stored_base: BaseC
     head = randomised(HEADS[kind].build(base))
     head.save_pretrained(tmp_path / "head")
     if head.config.needs_layers:
-        with pytest.raises(UserError, match=f"{head.config.head_type} runs layers .* load_base"):
-            load_head(tmp_path / "head", parts)
+        refuses(f"{head.config.head_type} runs layers .* load_base", load_head, tmp_path / "head", parts)
         return
     heads = load_head(tmp_path / "head", base), load_head(tmp_path / "head", parts)
     batch = row_of([random_ids(20), random_ids(9)])
@@ -453,7 +449,6 @@ def test_a_saved_head_needs_only_parts_of_its_base(kind: str, stored_base: BaseC
     exports = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")} for folder in folders]
     assert exports[0] == exports[1] and (exports[0] or kind not in ("medusa", "dspark", "hydra", "mlp"))
     if head.config.starts_from_layers:
-        with pytest.raises(UserError, match="starts as a copy of layers"):
-            head.config.build(parts)
+        refuses("starts as a copy of layers", head.config.build, parts)
     with pytest.raises(UserError, match="loaded without layers"):
         _ = heads[1].base_model

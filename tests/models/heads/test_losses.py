@@ -19,6 +19,7 @@ from drafthead.models.heads.parts.losses import (
     TargetDistribution,
     heads_loss,
 )
+from support import cases
 
 K, N, D, W = 3, 37, 16, 50
 EXACT = 1e-11
@@ -171,13 +172,11 @@ def test_lk_trains_where_total_variation_does_not() -> None:
     assert alpha == 0 and value == pytest.approx(-torch.tensor(FLOOR).log().item()) and torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(
-    ("weights", "says"),
-    [
-        ({"ce": 0.0}, "loss.ce, .* loss.lk_adaptive"),
-        *(({"depth_weights": weights}, "loss.depth_weights") for weights in ([1.0, -1.0], [0.0], [])),
-        *(({"decay": decay}, "loss.decay .*dpace") for decay in (0.0, 1.5, "fast")),
-    ],
+@cases(
+    "weights, says",
+    ({"ce": 0.0}, "loss.ce, .* loss.lk_adaptive"),
+    *(({"depth_weights": weights}, "loss.depth_weights") for weights in ([1.0, -1.0], [0.0], [])),
+    *(({"decay": decay}, "loss.decay .*dpace") for decay in (0.0, 1.5, "fast")),
 )
 def test_bad_settings(weights: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

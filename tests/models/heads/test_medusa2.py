@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.errors import UserError
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig
@@ -20,7 +19,7 @@ from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.trainer.optim import OptimConfig, head_optimizers
-from support import TinyBase, randomised, row_of
+from support import TinyBase, cases, randomised, refuses, row_of
 
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
 TRAINED_FROM = 4
@@ -76,9 +75,11 @@ def reference(head: Medusa2Head, base: BaseModel, adapters: dict[str, torch.Tens
     return total
 
 
-@pytest.mark.parametrize(
-    ("base_loss", "schedule", "lm_head"),
-    [("ce", "constant", False), ("self_distillation", "linear", False), ("self_distillation", "sine", True)],
+@cases(
+    "base_loss, schedule, lm_head",
+    ("ce", "constant", False),
+    ("self_distillation", "linear", False),
+    ("self_distillation", "sine", True),
 )
 def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, schedule: str, lm_head: bool) -> None:
     """Value, gradients of adapters and heads, and both parts of the loss as metrics."""
@@ -166,8 +167,7 @@ def test_a_config_cannot_name_an_adapter_elsewhere(tiny_base: TinyBase, tmp_path
     config = read_json(tmp_path / "head" / "config.json")
     config["base"]["recipe"]["adapter"] = str(tmp_path / "elsewhere")
     write_json(tmp_path / "head" / "config.json", config)
-    with pytest.raises(UserError, match="no adapter in .*head/adapter"):
-        load_base_and_head(tmp_path / "head")
+    refuses("no adapter in .*head/adapter", load_base_and_head, tmp_path / "head")
 
 
 def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -182,5 +182,4 @@ def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, 
 def test_a_second_adapter_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
     tuned_head(tiny_base()).save_pretrained(tmp_path)
     tuned, head = load_base_and_head(tmp_path)
-    with pytest.raises(UserError, match="already has the adapter"):
-        head.train_base(now=True)
+    refuses("already has the adapter", head.train_base, now=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from drafthead.models.kernels import compiled
 from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
 from drafthead.system.machine import cpu_info
+from support import cases
 
 
 @pytest.fixture
@@ -44,9 +45,8 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize(
-    "x",
-    [torch.ones(1, 32), torch.tensor(1.0), torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 16, device="meta")],
+@cases(
+    "x", torch.ones(1, 32), torch.tensor(1.0), torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 16, device="meta")
 )
 def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, dtype: torch.dtype) -> None:
     """The library gets addresses and would write past the end of its output: [1, 32] as two rows of 16."""
@@ -57,14 +57,12 @@ def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, dtype: torch.dtype)
         layer(x)
 
 
-@pytest.mark.parametrize(
-    ("weight", "bias"),
-    [
-        (torch.ones(4, 0), None),
-        (torch.ones(4, 4).double(), None),
-        (torch.ones(4, 4, device="meta"), None),
-        (torch.ones(4, 4), torch.ones(1)),
-    ],
+@cases(
+    "weight, bias",
+    (torch.ones(4, 0), None),
+    (torch.ones(4, 4).double(), None),
+    (torch.ones(4, 4, device="meta"), None),
+    (torch.ones(4, 4), torch.ones(1)),
 )
 def test_weights_that_do_not_fit_are_refused(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if (library := skinny_library()) is None:

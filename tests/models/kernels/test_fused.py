@@ -17,7 +17,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, row_of, stacked
+from support import TinyBase, cases, row_of, stacked
 
 RELATIVE = 1e-4  # of the largest logit: float32 rounding through three layers is two orders below
 TREE = TokenTree(parents=(-1, 0, 0, 1, 1, 2), ranks=(0, 0, 1, 0, 1, 0))
@@ -119,10 +119,7 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
     assert record.products == 4 * base.num_layers
 
 
-@pytest.mark.parametrize(
-    ("config", "products"),
-    [(HydraConfig(prefix_layer=True), 4), (Eagle3Config(), 4), (KangarooConfig(exit_layer=1), 2)],
-)
+@cases("config, products", (HydraConfig(prefix_layer=True), 4), (Eagle3Config(), 4), (KangarooConfig(exit_layer=1), 2))
 def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, products: int) -> None:
     """Else their costs would not compare: each norm by its length, and few products a layer."""
     base = tiny_base()

@@ -23,7 +23,7 @@ from drafthead.models.simulation.acceptance import (
     trials_in_order,
 )
 from drafthead.models.token_tree import TokenTree
-from support import token_trees
+from support import cases, token_trees
 
 RANKS = arrays(np.int64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.integers(0, 3))
 V, LENGTH, DEPTH = 3, 4, 2
@@ -134,15 +134,13 @@ def text_position(text: Context, root: int, draft_sampling: DraftSampling, width
     return candidate_accept_probs(*rows, tokens, draft_sampling, width, generator).mean(0).numpy()
 
 
-@pytest.mark.parametrize(
-    ("draft_sampling", "tree"),
-    [
-        (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(2)),
-        (DraftSampling.WITH_REPLACEMENT, TokenTree.expansion([3, 2])),
-        (DraftSampling.WITH_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1)])),
-        (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.chain(2)),
-        (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])),
-    ],
+@cases(
+    "draft_sampling, tree",
+    (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(2)),
+    (DraftSampling.WITH_REPLACEMENT, TokenTree.expansion([3, 2])),
+    (DraftSampling.WITH_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1)])),
+    (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.chain(2)),
+    (DraftSampling.WITHOUT_REPLACEMENT, TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])),
     ids=["chain", "iid", "iid uneven", "chain without", "without"],
 )
 def test_it_expects_the_steps_of_real_decoding(draft_sampling: DraftSampling, tree: TokenTree) -> None:

@@ -25,7 +25,7 @@ from drafthead.train.corpora.answers import FOLDERS, TURN_STRIDE, AnswerGenerato
 from drafthead.train.corpora.built_in import self_prompted_prompts
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
-from support import Said, TinyBase, composed
+from support import Said, TinyBase, composed, refuses
 
 CONFIG = AnswersConfig(
     sources=[SourceConfig(kind="builtin", name="tiny")],
@@ -187,8 +187,7 @@ def test_a_server_of_another_model_is_refused(
 @pytest.mark.parametrize("write", [write_json, write_checksummed_json])
 def test_odd_prompts_are_refused(base: BaseModel, tmp_path: Path, odd: Any, write: Callable[..., None]) -> None:
     write(tmp_path / "prompts.json", odd)
-    with pytest.raises(UserError, match=r"prompts.json (holds no list of prompts|is damaged)"):
-        make(base, CONFIG, tmp_path)
+    refuses(r"prompts.json (holds no list of prompts|is damaged)", make, base, CONFIG, tmp_path)
 
 
 def conversations(folder: Path) -> SourceConfig:
@@ -271,14 +270,12 @@ def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base:
         warm = SamplerConfig(temperature=1.0, max_new_tokens=8)
         precomputed(base, tmp_path / "made", tmp_path / "warm", sampler=warm)
     write_manifest(tmp_path / "text", {"base": base.identity()})
-    with pytest.raises(UserError, match="is not a folder of answers"):
-        precomputed(base, tmp_path / "text", tmp_path / "none")
+    refuses("is not a folder of answers", precomputed, base, tmp_path / "text", tmp_path / "none")
     other = tiny_base("qwen3")
     write_manifest(tmp_path / "text", {"base": {**base.identity(), "name": "org/other", "fingerprint": "other"}})
     with pytest.raises(UserError, match="data.answers.precomputed=.*org/other.*data.answers.fresh=true"):
         precomputed(base, tmp_path / "text", tmp_path / "none")
-    with pytest.raises(UserError, match="data.answers.fresh=true"):
-        precomputed(other, tmp_path / "made", tmp_path / "other")
+    refuses("data.answers.fresh=true", precomputed, other, tmp_path / "made", tmp_path / "other")
 
 
 def test_precomputed_answers_to_long_prompts_are_left_out(base: BaseModel, tmp_path: Path) -> None:
@@ -298,8 +295,7 @@ def test_precomputed_answers_of_other_weights_are_refused(base: BaseModel, tmp_p
     made = make(base, CONFIG, tmp_path / "made", states=False)
     wrong = [replace(g, input_ids=g.input_ids[::-1].copy()) for g in made.read()]
     AnswerStore(tmp_path / "wrong", read_manifest(tmp_path / "made")).append_shard(wrong)
-    with pytest.raises(UserError, match="chooses only .* % of the tokens"):
-        precomputed(base, tmp_path / "wrong", tmp_path / "copy")
+    refuses("chooses only .* % of the tokens", precomputed, base, tmp_path / "wrong", tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
@@ -361,10 +357,8 @@ def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Pat
         "   base.chat_template_kwargs: the chat template does not read thinking_budget; leave it out",
         "   settings of the base's generation_config.json that answers do not use: repetition_penalty=1.2",
     ]
-    with pytest.raises(UserError, match="data.answers.fresh=true"):
-        replace(CONFIG, temperatures=[0.5], precomputed="embedded:smollm2")
-    with pytest.raises(UserError, match="missing.json does not exist"):
-        replace(CONFIG, chat_template_kwargs=[{"tools": "missing.json"}])
+    refuses("data.answers.fresh=true", replace, CONFIG, temperatures=[0.5], precomputed="embedded:smollm2")
+    refuses("missing.json does not exist", replace, CONFIG, chat_template_kwargs=[{"tools": "missing.json"}])
 
 
 def test_a_large_batch_may_write_enough_prompts(base: BaseModel) -> None:
@@ -379,5 +373,4 @@ def test_a_large_batch_may_write_enough_prompts(base: BaseModel) -> None:
         return self_prompted_prompts(base, answer, 2, 0, 300, Said(), 60)
 
     assert len(written(finished=True)) == 2
-    with pytest.raises(UserError, match="only 0 of the 300 prompts that the base wrote are complete"):
-        written(finished=False)
+    refuses("only 0 of the 300 prompts that the base wrote are complete", written, finished=False)

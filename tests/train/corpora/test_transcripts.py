@@ -16,7 +16,7 @@ from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
-from support import Said, TinyBase, composed
+from support import Said, TinyBase, composed, refuses
 
 TURNS = (("user", "How many?"), ("assistant", "Seven."), ("user", "Sure?"), ("assistant", "Quite sure."))
 
@@ -122,8 +122,7 @@ def test_a_mixture_spreads_both(tiny_base: TinyBase, tmp_path: Path) -> None:
     assert sum(kinds) == 40 and sum(kinds[:32]) == pytest.approx(20, abs=1)
     # All turns of a conversation stay together.
     assert sum(n >= 10**9 and kinds[n - 10**9] for n in store.done) == 40
-    with pytest.raises(UserError, match="own_answers must be false without data.transcripts"):
-        make(base, tmp_path, None, own_answers=True)
+    refuses("own_answers must be false without data.transcripts", make, base, tmp_path, None, own_answers=True)
 
 
 def test_a_run_reports_the_agreement_and_is_measured_on_its_own_prompts(

@@ -11,10 +11,10 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from drafthead.errors import UserError
 from drafthead.train.distributed.launcher import follow_launcher, with_launcher_settings
 from drafthead.train.distributed.sharding import ShardConfig
 from drafthead.train.trainer.trainer import Trainer
+from support import cases, refuses
 
 LAUNCH = Path(__file__).parents[3] / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
@@ -28,32 +28,27 @@ def launched(*flags: str) -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize(
-    ("flags", "shard", "expected"),
-    [
-        ("", NONE, NONE),  # accelerate writes a default for every setting
-        ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
-        ("--mixed_precision bf16", FULL, replace(FULL, precision="bfloat16")),
-    ],
+@cases(
+    "flags, shard, expected",
+    ("", NONE, NONE),  # accelerate writes a default for every setting
+    ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
+    ("--mixed_precision bf16", FULL, replace(FULL, precision="bfloat16")),
 )
 def test_followed_settings(flags: str, shard: ShardConfig, expected: ShardConfig) -> None:
     assert with_launcher_settings(launched(*flags.split()), shard) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--mixed_precision fp16", "mixed_precision=fp16"),
-        ("--use_fsdp --fsdp_version 2", "FSDP.* shard=full"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed.* shard=full"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config.* shard.hybrid=true"),
-    ],
+@cases(
+    "given, message",
+    ("--mixed_precision fp16", "mixed_precision=fp16"),
+    ("--use_fsdp --fsdp_version 2", "FSDP.* shard=full"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed.* shard=full"),
+    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+    ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config.* shard.hybrid=true"),
 )
 def test_rejected_settings(given: str | dict[str, str], message: str) -> None:
     """Flags of ``accelerate launch``, and variables that it or another launcher may set."""
-    with pytest.raises(UserError, match=message):
-        with_launcher_settings(launched(*given.split()) if isinstance(given, str) else given, NONE)
+    refuses(message, with_launcher_settings, launched(*given.split()) if isinstance(given, str) else given, NONE)
 
 
 def test_accelerate_does_not_apply_the_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +61,7 @@ def test_accelerate_does_not_apply_the_precision_too(monkeypatch: pytest.MonkeyP
 def test_corpora_that_differ_between_nodes_are_refused() -> None:
     two: Any = SimpleNamespace(processes=SimpleNamespace(gather=lambda digest: [digest, "abc"]))
     Trainer._check_common(two, "distill", "abc")
-    with pytest.raises(UserError, match="rows of phase distill.*per_node_data"):
-        Trainer._check_common(two, "distill", "def")
+    refuses("rows of phase distill.*per_node_data", Trainer._check_common, two, "distill", "def")
 
 
 @pytest.mark.parametrize("name", ["gpus", "nodes"])

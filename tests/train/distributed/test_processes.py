@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from drafthead.errors import UserError
 from drafthead.train.trainer.batches import split_rows
 from drafthead.train.trainer.checkpoint import load_latest
-from support import losses_of
+from support import cases, losses_of, refuses
 
 TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 QUICK = "heartbeat_timeout_s=3"
@@ -33,8 +32,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_processes(rows: int, 
         assert all(1 <= len(batch) <= micro_batch_size for batches in by_rank for batch in batches)
     by_rank = [split_rows(list(range(8)), 2, 2, rank) for rank in range(2)]
     assert by_rank == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "micro-batches of the original number stay whole"
-    with pytest.raises(UserError, match=f"{rows} rows, which {rows + 1} processes"):
-        split_rows(numbers, micro_batch_size, rows + 1, 0)
+    refuses(f"{rows} rows, which {rows + 1} processes", split_rows, numbers, micro_batch_size, rows + 1, 0)
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +87,17 @@ def test_another_number_of_processes_resumes(runs: Any, tmp_path: Path, before: 
     assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("rank", "call", "do", "codes", "message"),
-    [
-        pytest.param(0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0", marks=pytest.mark.slow, id="killed"),
-        # A stopped process keeps its connections open, so only the missing heartbeat shows that it hangs.
-        pytest.param(1, ("step", 4), "SIGSTOP", [1, KILLED], "error: process 1 of 2 .* no heartbeat", id="hangs"),
-        pytest.param(1, ("step", 4), "raise", [1, 70], "error: process 1 of 2 ended.* failed", id="fails"),
-        pytest.param(
-            *(0, ("save tensors", 1), "full", [1, 1], "error: process 0 of 2 ended.*could not be written"),
-            marks=pytest.mark.slow,
-            id="full disk",
-        ),
-    ],
+@cases(
+    "rank, call, do, codes, message",
+    pytest.param(0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0", marks=pytest.mark.slow, id="killed"),
+    # A stopped process keeps its connections open, so only the missing heartbeat shows that it hangs.
+    pytest.param(1, ("step", 4), "SIGSTOP", [1, KILLED], "error: process 1 of 2 .* no heartbeat", id="hangs"),
+    pytest.param(1, ("step", 4), "raise", [1, 70], "error: process 1 of 2 ended.* failed", id="fails"),
+    pytest.param(
+        *(0, ("save tensors", 1), "full", [1, 1], "error: process 0 of 2 ended.*could not be written"),
+        marks=pytest.mark.slow,
+        id="full disk",
+    ),
 )
 def test_the_other_process_ends_and_names_the_lost_one(
     runs: Any, with_corpora: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], message: str

@@ -16,7 +16,7 @@ from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
 from drafthead.train.distributed.sharding import ShardConfig, Sharding
-from support import TinyBase, composed, forget_after, losses_of, run_together
+from support import TinyBase, cases, composed, forget_after, losses_of, run_together
 
 ROOT = Path(__file__).parents[3]
 SHORT = (
@@ -123,13 +123,11 @@ def rows(count: int, recipe: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "options", "shard"),
-    [
-        ("medusa_smollm2", (), "shard=head"),
-        ("hydra_pp_smollm2", ("head.dropout=0.0",), "shard.checkpointing=true"),
-        ("medusa2_smollm2", JOINT, "shard.offload_base=true"),
-    ],
+@cases(
+    "recipe, options, shard",
+    ("medusa_smollm2", (), "shard=head"),
+    ("hydra_pp_smollm2", ("head.dropout=0.0",), "shard.checkpointing=true"),
+    ("medusa2_smollm2", JOINT, "shard.offload_base=true"),
 )
 def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...], shard: str, tmp_path: Path) -> None:
     """Half the rows on each."""

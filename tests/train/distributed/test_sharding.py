@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.errors import UserError
 from drafthead.models.base.layers import first_layers
 from drafthead.train.distributed.sharding import ShardConfig, Sharding
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spread
 
-from support import TINY, random_base
+from support import TINY, random_base, refuses
 
 LOSS_TOLERANCE = 1e-5
 """Relative. Sums over processes are taken in another order than sums over micro-batches, in float32."""
@@ -156,16 +155,14 @@ def test_hooks_of_a_view_are_its_own() -> None:
 
 @pytest.mark.parametrize("settings", [{"hybrid": True}, {"offload_base": True, "mode": "head"}])
 def test_bad_settings(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(settings))} must be false unless shard.mode"):
-        ShardConfig(**settings)
+    refuses(f"{next(iter(settings))} must be false unless shard.mode", ShardConfig, **settings)
 
 
 def test_hybrid_needs_to_know_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     sharding = Sharding(ShardConfig(mode="head", hybrid=True), torch.device("cpu"))
     try:
-        with pytest.raises(UserError, match="shard.hybrid=true.*LOCAL_WORLD_SIZE"):
-            sharding.shard(spread.build_head(spread.CASES["medusa head"]))
+        refuses("shard.hybrid=true.*LOCAL_WORLD_SIZE", sharding.shard, spread.build_head(spread.CASES["medusa head"]))
     finally:
         sharding.close()
     assert not torch.distributed.is_initialized()

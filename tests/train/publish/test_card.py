@@ -17,22 +17,20 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.publish import card
-from support import TinyBase, composed, evaluation_of, task_results
+from support import TinyBase, cases, composed, evaluation_of, task_results
 
 ANSWERS = AnswerStats(rows=3, tokens=50, finished=1)
 
 
-@pytest.mark.parametrize(
-    ("front", "wanted"),
-    [
-        ("license: mit", {"license": "mit"}),
-        (
-            "license: other\nlicense_name: acme\nlicense_link: LICENSE",
-            {"license": "other", "license_name": "acme", "license_link": "LICENSE"},
-        ),
-        ("tags: [a]", {"license": "unknown"}),
-        ("license: [", {"license": "unknown"}),
-    ],
+@cases(
+    "front, wanted",
+    ("license: mit", {"license": "mit"}),
+    (
+        "license: other\nlicense_name: acme\nlicense_link: LICENSE",
+        {"license": "other", "license_name": "acme", "license_link": "LICENSE"},
+    ),
+    ("tags: [a]", {"license": "unknown"}),
+    ("license: [", {"license": "unknown"}),
 )
 def test_the_licence_is_the_bases(tmp_path: Path, front: str, wanted: dict[str, str]) -> None:
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A base\n")

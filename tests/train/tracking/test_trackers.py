@@ -16,7 +16,7 @@ from accelerate.tracking import GeneralTracker
 from drafthead.train.tracking import tracker as tracking
 from drafthead.train.tracking.metrics_log import MetricsLog
 from drafthead.train.tracking.tracker import Tracker, TrackerConfig, wandb_mode, wandb_run_id
-from support import evaluation_of, task_results
+from support import cases, evaluation_of, task_results
 
 EVALUATION = evaluation_of(task_results(1.5), math=task_results(1.5))
 SETTINGS = {
@@ -198,14 +198,12 @@ def test_an_unreachable_wandb_goes_offline(open_tracker: Open, tmp_path: Path, m
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("mode", "environment", "expected"),
-    [
-        ("auto", {}, "offline"),
-        ("auto", {"WANDB_API_KEY": "k"}, "online"),
-        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
-        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
-    ],
+@cases(
+    "mode, environment, expected",
+    ("auto", {}, "offline"),
+    ("auto", {"WANDB_API_KEY": "k"}, "online"),
+    ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
+    ("offline", {"WANDB_API_KEY": "k"}, "offline"),
 )
 def test_wandb_mode(tmp_path: Path, mode: str, environment: dict[str, str], expected: str) -> None:
     assert wandb_mode(mode, {"NETRC": str(tmp_path / "none"), **environment}) == expected

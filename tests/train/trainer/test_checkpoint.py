@@ -11,7 +11,7 @@ from torch import nn
 from drafthead.errors import UserError
 from drafthead.train.distributed.sharding import full_state_dict
 from drafthead.train.trainer.checkpoint import capture_rng, load_best, load_latest, restore_rng, save_checkpoint
-from support import flip
+from support import cases, flip, refuses
 
 STATE = {"phase": 1, "losses": [0.1, None, 1 / 3], "score": None}
 
@@ -71,18 +71,15 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     run = Run()
     for step in (1, 2):
         flip(run.save(tmp_path, step) / "head.safetensors")
-    with pytest.raises(UserError, match="every checkpoint .*step-0000002.*step-0000001"):
-        load_latest(tmp_path)
+    refuses("every checkpoint .*step-0000002.*step-0000001", load_latest, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("saved", "remaining"),
-    [
-        ([1, 2, 9, 10, 11], [10, 11]),
-        ([5, 100, 10], [5, 10]),  # later steps belong to another run
-        ([9_999_999, 10_000_000], [9_999_999, 10_000_000]),  # names sort as numbers
-        ([4, 4], [4]),
-    ],
+@cases(
+    "saved, remaining",
+    ([1, 2, 9, 10, 11], [10, 11]),
+    ([5, 100, 10], [5, 10]),  # later steps belong to another run
+    ([9_999_999, 10_000_000], [9_999_999, 10_000_000]),  # names sort as numbers
+    ([4, 4], [4]),
 )
 def test_the_newest_are_kept(tmp_path: Path, saved: list[int], remaining: list[int]) -> None:
     assert load_latest(tmp_path / "absent") is None and load_latest(tmp_path) is None

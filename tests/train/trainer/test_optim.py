@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from drafthead.data.batch import LossOutput
-from drafthead.errors import UserError
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.trainer.optim import OptimConfig, head_optimizers, lr_at
 from drafthead.train.trainer.step import train_step
-from support import random_base
+from support import random_base, refuses
 
 
 def curve(config: OptimConfig, steps: int) -> list[float]:
@@ -84,8 +83,7 @@ def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> 
     assert [group["params"] for group in groups] == [[p] for p in expected]
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
     assert groups[0]["betas"] == (0.9, 0.95)
-    with pytest.raises(UserError, match="no trainable parameter"):
-        head_optimizers(module.requires_grad_(False), OptimConfig())
+    refuses("no trainable parameter", head_optimizers, module.requires_grad_(False), OptimConfig())
 
 
 class _Quadratic:

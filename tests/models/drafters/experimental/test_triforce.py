@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 
-from drafthead.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -13,7 +12,7 @@ from drafthead.models.drafters.experimental.triforce import Policy, TriForce
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
-from support import Context, TinyBase, p_value_of_answers, probs_of_answers, random_ids
+from support import Context, TinyBase, cases, p_value_of_answers, probs_of_answers, random_ids, refuses
 
 PROMPT = random_ids(70, seed=3)
 
@@ -31,13 +30,15 @@ def test_kept_positions_by_hand() -> None:
     assert {8, 9} < set(picks[0, 1].tolist())
     assert Policy.parse("retrieval:2").select(30, keys, None).shape == (1, 2, 21)
     for wrong in ("recent:3", "sinks", "retrieval:0", "oldest"):
-        with pytest.raises(UserError, match="unknown policy"):
-            Policy.parse(wrong)
+        refuses("unknown policy", Policy.parse, wrong)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "policy"),
-    [("llama", "recent"), ("llama", "sinks:4"), ("llama", "retrieval:4"), ("gemma", "retrieval:4")],
+@cases(
+    "architecture, policy",
+    ("llama", "recent"),
+    ("llama", "sinks:4"),
+    ("llama", "retrieval:4"),
+    ("gemma", "retrieval:4"),
 )
 @pytest.mark.parametrize("inner", [None, PromptLookup(3)], ids=["plain", "lookup"])
 def test_greedy_text(tiny_base: TinyBase, architecture: str, policy: str, inner: PromptLookup | None) -> None:
@@ -90,11 +91,8 @@ def test_by_name(tiny_base: TinyBase) -> None:
     drafter, _ = build_drafter(parse_drafter("nested:budget:32:sinks:4@5+prompt_lookup@3"), base)
     assert isinstance(drafter, TriForce) and drafter.policy == Policy("sinks", 4) and drafter.depth == 5
     assert isinstance(drafter.drafter, PromptLookup)
-    with pytest.raises(UserError, match="one prompt .*got 2"):
-        decode_batch(base, drafter, [[1, 2], [3]], max_new_tokens=4)
+    refuses("one prompt .*got 2", decode_batch, base, drafter, [[1, 2], [3]], max_new_tokens=4)
     in_turn = [decode_batch(base, d, [PROMPT, [3]], max_new_tokens=9, batch_size=1) for d in (drafter, None)]
     assert [result.tokens for result in in_turn[0]] == [result.tokens for result in in_turn[1]]
-    with pytest.raises(UserError, match="too small for retrieval:8"):
-        TriForce(base, 15)
-    with pytest.raises(UserError, match="unknown policy 'newest'"):
-        parse_drafter("budget:64:newest")
+    refuses("too small for retrieval:8", TriForce, base, 15)
+    refuses("unknown policy 'newest'", parse_drafter, "budget:64:newest")
