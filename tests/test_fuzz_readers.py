@@ -73,7 +73,6 @@ def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
 
 def read_checkpoint(folder: Path) -> Any:
     checkpoint = load_latest(folder)
-    assert checkpoint is not None
     states = (checkpoint.head, checkpoint.optimizer, *checkpoint.rng)
     return *map(tensors, states), checkpoint.state, checkpoint.manifests
 

@@ -71,7 +71,6 @@ class Runs:
     def _run(self, folder: Path, job: dict[str, Any]) -> list[int]:
         folder.mkdir(exist_ok=True)
         job = {"log": str(folder / "log"), **job}
-        assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
         answer = json.loads(self._server.stdout.readline())

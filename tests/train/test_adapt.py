@@ -72,7 +72,6 @@ def test_a_recorded_answer_is_what_replay_finds(
         assert rejected[0] == rejected[1] and (new < 30 or rejected[0])
         torch.testing.assert_close(lesson.hidden.final[:, :-1], hidden.final[:, :-1], rtol=1e-4, atol=1e-4)
         if hidden.layers is not None:
-            assert lesson.hidden.layers is not None
             torch.testing.assert_close(lesson.hidden.layers[:, :-1], hidden.layers[:, :-1], rtol=1e-4, atol=1e-4)
 
 

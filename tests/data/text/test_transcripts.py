@@ -66,11 +66,11 @@ def pairs_of(source: SourceConfig, enc: TranscriptEncoder) -> tuple[list[tuple[s
     return [(decode(ids[:boundary]), decode(ids[boundary:])) for ids, boundary in turns], findings
 
 
-@cases("entry", 
-        {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "c"}]},
-        {"conversations": [{"from": r, "value": v} for r, v in SHAREGPT]},
-        {"messages": [{**QUESTION, "content": [{"type": "text", "text": "q"}]}, {**ANSWER, "tool_calls": None},
-                      QUESTION, {**ANSWER, "content": "c"}], "choices": ["x"]})  # fmt: skip
+@cases("entry",
+    {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "c"}]},
+    {"conversations": [{"from": r, "value": v} for r, v in SHAREGPT]},
+    {"messages": [{**QUESTION, "content": [{"type": "text", "text": "q"}]}, {**ANSWER, "tool_calls": None},
+                  QUESTION, {**ANSWER, "content": "c"}], "choices": ["x"]})  # fmt: skip
 def test_assistant_turns_are_unchanged_and_nothing_else_is_trained(entry: dict[str, Any], tmp_path: Path) -> None:
     (first, a), (second, c) = spans(entry, tmp_path)
     assert (a, c) == (f"a b{END}", f"c{END}")
@@ -121,15 +121,15 @@ def joined(arguments: str, calls: str = "m.tool_calls or []") -> str:
     return template.replace("m.tool_calls or []", calls)
 
 
-@cases("template, arguments, written", 
-        (joined("call.function.name + call.function.arguments"), '{"x": "é"}', 'sum{"x": "é"}'),
-        (joined("call.function | tojson", "(m.tool_calls if m.content is none else [])"), {"x": 1},
-         '{"name": "sum", "arguments": {"x": 1}}'),
-        (joined("call.function.name + call.function.arguments", "(m.tool_calls if m.content is none else [])"), {},
-         'sum{}'),
-        (joined("call.function.name ~ call.function.arguments"), {"x": "y"}, 'sum{"x": "y"}'),
-        (TOOLS, None, '{"name": "sum", "arguments": {}}'),
-        (TOOLS, "", '{"name": "sum", "arguments": {}}'))  # fmt: skip
+@cases("template, arguments, written",
+    (joined("call.function.name + call.function.arguments"), '{"x": "é"}', 'sum{"x": "é"}'),
+    (joined("call.function | tojson", "(m.tool_calls if m.content is none else [])"), {"x": 1},
+     '{"name": "sum", "arguments": {"x": 1}}'),
+    (joined("call.function.name + call.function.arguments", "(m.tool_calls if m.content is none else [])"), {},
+     'sum{}'),
+    (joined("call.function.name ~ call.function.arguments"), {"x": "y"}, 'sum{"x": "y"}'),
+    (TOOLS, None, '{"name": "sum", "arguments": {}}'),
+    (TOOLS, "", '{"name": "sum", "arguments": {}}'))  # fmt: skip
 def test_forms_of_tool_calls(template: str, arguments: Any, written: str, tmp_path: Path) -> None:
     call = {"function": {"name": "sum", "arguments": arguments}}
     entry = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -187,28 +187,28 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@cases("template, entry, says", 
-        (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*'sum' becomes"),
-        (CHAT_TEMPLATE.replace("+ '\n' }}{%", "+ 'x' }}{%"), [QUESTION, {**ANSWER, "tool_calls": [{}]}], "tool call"),
-        (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .*'sum' becomes"),
-        (TOOLS.replace("call.function | tojson", "call.function.name"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .*'x' becomes"),
-        (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a b'|'ab'"),
-        (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
-        (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
-         [QUESTION, ANSWER], r"would follow .*<think>.* when it is served"),
-        ("{% for m in messages %}{{ m.role }}{{ '<think>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
-         "{% if add_generation_prompt %}assistant<think>{% endif %}", [QUESTION, ANSWER], "begins with ''"),
-        (CHAT_TEMPLATE.replace("+ '\n' }}{% endfor", "+ 1 + '\n' }}{% endfor"), [QUESTION, ANSWER], "template refuses"),
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
-         [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
-        (CHAT_TEMPLATE, [ANSWER, QUESTION], "turn 1 without a turn before it"),
-        (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"))  # fmt: skip
+@cases("template, entry, says",
+    (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
+    (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
+    (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
+    (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*'sum' becomes"),
+    (CHAT_TEMPLATE.replace("+ '\n' }}{%", "+ 'x' }}{%"), [QUESTION, {**ANSWER, "tool_calls": [{}]}], "tool call"),
+    (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+     [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .*'sum' becomes"),
+    (TOOLS.replace("call.function | tojson", "call.function.name"),
+     [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .*'x' becomes"),
+    (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a b'|'ab'"),
+    (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
+    (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
+     [QUESTION, ANSWER], r"would follow .*<think>.* when it is served"),
+    ("{% for m in messages %}{{ m.role }}{{ '<think>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+     "{% if add_generation_prompt %}assistant<think>{% endif %}", [QUESTION, ANSWER], "begins with ''"),
+    (CHAT_TEMPLATE.replace("+ '\n' }}{% endfor", "+ 1 + '\n' }}{% endfor"), [QUESTION, ANSWER], "template refuses"),
+    ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+     [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
+    (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
+    (CHAT_TEMPLATE, [ANSWER, QUESTION], "turn 1 without a turn before it"),
+    (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"))  # fmt: skip
 def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any, says: str, tmp_path: Path) -> None:
     source = rows(tmp_path / "x.jsonl", "", {"messages": entry})
     pairs, findings = pairs_of(source, encoder(template))

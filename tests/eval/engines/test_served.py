@@ -230,7 +230,6 @@ def test_an_engine_does_not_outlive_a_killed_evaluation(tmp_path: Path) -> None:
         "print(p._process.pid, flush=True); time.sleep(600)"
     )
     ours = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert ours.stdout is not None
     group = int(ours.stdout.readline())
     assert not gone(group, within_s=0.1)
     ours.send_signal(signal.SIGKILL)

@@ -65,7 +65,6 @@ def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: 
     method = [answer(counts, 3, 3, prefill_s, rest_s) for counts in log]
     baseline = autoregressive(method)
     breakdown = speedup_breakdown(rows_of(baseline), rows_of(method), COSTS)
-    assert breakdown is not None
     assert breakdown["measured"] == pytest.approx(speedup(rows_of(method), rows_of(baseline)))
     assert breakdown["residual"] == pytest.approx(0, abs=1e-9)
     assert breakdown["waterfall"][0]["speedup"] == pytest.approx(breakdown["method"]["tokens"])
@@ -79,13 +78,11 @@ def test_terms_counted_by_hand() -> None:
     """4 drafts in a tree of 2 levels; a step takes 0.2 + 1.3 + 0.1 for 2 tokens, an autoregressive one 1."""
     method = [answer([2, 0], 2, 4, prefill_s=2.0)]
     breakdown = speedup_breakdown(rows_of(autoregressive(method)), rows_of(method), COSTS)
-    assert breakdown is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
     assert breakdown["method"] == pytest.approx({"tokens": 2.0, "drafts": 4.0, "depth": 2.0} | terms)
     levels = [level["speedup"] for level in breakdown["waterfall"]]
     assert levels == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
     form = breakdown["closed_form"]
-    assert form is not None
     assert (form["alpha"], form["alpha_is"], form["drafts"]) == (0.5, "acceptance at depth 1", 2)
     assert (form["draft_cost"], form["expected_speedup"]) == pytest.approx((0.1, 1.75 / 1.2))
     assert breakdown["best_chain"] is None, "the acceptance of a tree is not a chain's"

@@ -178,7 +178,6 @@ def on_console(found: dict[str, Any]) -> str:
 
 def test_phases_follow_one_another_although_steps_start_again() -> None:
     figure = plots.training(LOG, "loss_")
-    assert figure is not None
     drawn = figure.axes[0].get_lines()
     lines = [list(line.get_xdata()) for line in drawn if line.get_linestyle() == "-" and len(line.get_xdata())]
     assert lines == [[10, 20, 30], [40, 50, 60]], "one line a phase; nan is no point, so position 2 has none"

@@ -161,7 +161,6 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     prompts = [conversation_ids(base.tokenizer, prompt) for prompt in load_suite("builtin", split="dev")]
     results = [decode(base, drafter, ids, max_new_tokens=24, draft_config=draft_config) for ids in prompts]
     steps = [step for result in results for step in result.steps]
-    assert prediction is not None
     tau = sum(step.committed for step in steps) / len(steps)
     # The last step of an answer is cut otherwise.
     assert prediction["mean_accepted_length"] == pytest.approx(tau, rel=0.02)

@@ -1,6 +1,6 @@
 """The cache against a model of it made of lists: every pass must see the tokens and positions that the lists say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,84 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import CacheShape, KeyValueShape, Layers, LayerShape, Pass, Row
-from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
-
-
-def folded(tokens: Sequence[int], state: int = 0) -> int:
-    """Return the state after ``tokens``; it depends on their order."""
-    for token in tokens:
-        state = (31 * state + token) % 1009
-    return state
-
-
-class FoldedLayers(Layers):
-    """Layers with a recurrent state: of each row the committed one, and the tokens of the pending nodes."""
-
-    nbytes = 0
-
-    def __init__(self, states: Tensor, rows: list[Row]) -> None:
-        self.states, self.rows = states, rows  # [L, B]
-        self.crop([row.length for row in rows])
-
-    def begin(self, coming: Pass) -> None:
-        nodes = coming.pending + coming.new
-        assert coming.shape is not None or coming.committed
-        seen = causal_mask(nodes, self.states.device)[None] if coming.shape is None else coming.shape.ancestors
-        self.ancestors = seen.expand(len(self.rows), -1, -1)[:, coming.pending :]
-
-    def update(self, number: int, *states: Tensor) -> tuple[Tensor, ...]:
-        (tokens,) = states
-        pending = self.pending[number] = torch.cat([self.pending[number], tokens], 1)
-        paths = [
-            [folded(tokens[node].tolist(), int(start)) for node in nodes]
-            for tokens, nodes, start in zip(pending, self.ancestors, self.states[number], strict=True)
-        ]
-        return (torch.tensor(paths),)
-
-    def move(self, nodes_BP: Tensor, counts: list[int], in_place: bool) -> None:
-        self.accepted = nodes_BP
-
-    def commit(self, counts: list[int]) -> None:
-        for number, pending in enumerate(self.pending):
-            for row, length in enumerate(counts if pending.numel() else []):
-                nodes = torch.arange(length) if self.accepted is None else self.accepted[row, :length]
-                self.states[number, row] = folded(pending[row, nodes].tolist(), int(self.states[number, row]))
-        self.crop([row.length for row in self.rows])
-
-    def crop(self, lengths: list[int]) -> None:
-        for n, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            assert length in (0, row.length), "a state cannot go back"
-            self.states[:, n] *= length > 0
-        self.pending = [torch.zeros(len(self.rows), 0, dtype=torch.int64)] * len(self.states)
-        self.accepted: Tensor | None = None
-
-    def append(self, number: int, source: Layers, other: int, start: int, stop: int) -> None:
-        assert isinstance(source, FoldedLayers) and start == 0
-        self.states[number] = source.states[other]
-
-    def take(self, index: slice | Tensor, rows: list[Row]) -> "FoldedLayers":
-        return FoldedLayers(self.states[:, index], rows)
-
-    def first(self, count: int, rows: list[Row]) -> "FoldedLayers":
-        return FoldedLayers(self.states[:count], rows)
-
-    def grow(self, capacity: int) -> "FoldedLayers":
-        return self
-
-
-class FoldedShape(LayerShape):
-    kind = "folded"
-
-    @staticmethod
-    def new(shapes: Sequence[LayerShape], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]) -> FoldedLayers:
-        return FoldedLayers(torch.zeros(len(shapes), len(rows), dtype=torch.int64), rows)
-
+from drafthead.models.cache.layers import CacheShape, KeyValueShape
+from drafthead.models.token_tree import TokenTree, TreeShape
 
 WINDOW, ROOM, CAPACITY, LAYERS = 4, 8, 48, 5
 WINDOWS = {"full": (0,) * LAYERS, "mixed": (0, WINDOW, WINDOW, 0, 0), "sliding": (WINDOW,) * LAYERS}
 SHAPE = KeyValueShape((2, 3), (2, 3))
-SHAPES = (SHAPE, KeyValueShape((1, 4), (2, 2)), None, SHAPE, FoldedShape())
+SHAPES = (SHAPE, KeyValueShape((1, 4), (2, 2)), None, SHAPE, KeyValueShape((3, 2), (1, 5)))
 
 
 @dataclass
@@ -161,12 +90,6 @@ class CacheMachine(RuleBasedStateMachine):
             sizes = self.layers[layer]
             if sizes is None:
                 continue
-            if not isinstance(sizes, KeyValueShape):
-                kind, number = cache.layers[layer]
-                (states,) = kind.update(number, tokens)
-                paths = [[[token for token, _ in row.seen(first + n)] for n in range(new)] for row in rows]
-                assert states.tolist() == [[folded(path) for path in row] for row in paths]
-                continue
             code = (layer * 1_000_000 + tokens * 1000 + positions).float()[:, None, :, None]
             key, value = (
                 sign * code.expand(-1, heads, -1, width)
@@ -175,7 +98,6 @@ class CacheMachine(RuleBasedStateMachine):
             keys, values = cache.update(key, value, layer)
             size = self.windows[layer]
             layer_mask, layer_keys_at = cache.held(mask, keys_at) if size else (mask, keys_at)
-            assert layer_mask is not None
             sees = layer_mask.expand(len(rows), -1, -1, -1)[:, 0] == 0
             if size:
                 sees = sees & (positions[:, :, None] - layer_keys_at[:, None] < size)
@@ -244,8 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
         held = self.cache.kinds[0].rows
         for row, dropped in zip(self.rows, (each.dropped for each in held), strict=True):
             least = 0 if not any(self.windows) or not dropped else dropped + WINDOW - 1
-            some = st.integers(least, len(row.tokens)) if self.layers[-1] == SHAPE else st.just(len(row.tokens))
-            lengths.append(data.draw(st.just(0) | some) if back else len(row.tokens))
+            lengths.append(data.draw(st.just(0) | st.integers(least, len(row.tokens))) if back else len(row.tokens))
             row.tokens, row.nodes = row.tokens[: lengths[-1]], []
         self.cache.crop(lengths if back else None)
 

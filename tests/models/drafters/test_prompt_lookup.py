@@ -25,7 +25,6 @@ def observe(drafter: PromptLookup, texts: list[list[int]]) -> Context:
 
 
 def draft(drafter: PromptLookup, texts: list[list[int]], draft_config: DraftConfig | None = None) -> Proposal:
-    assert drafter.tree is not None
     last = torch.tensor([text[-1] for text in texts])
     return observe(drafter, texts).draft(last, draft_config or DraftConfig(tree=drafter.tree))
 

@@ -51,7 +51,6 @@ def copied(head: InductionHead, base: BaseModel, text: list[int], path: list[int
 def test_parity_with_a_few_line_reference(tiny_base: TinyBase) -> None:
     base = tiny_base("qwen2")
     head = randomised(HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=5).build(base), 0.1).eval()
-    assert head.induction is not None
     texts = [random_ids(9), [7, 8, 9] * 4]
     batch = row_of(texts)
     final = base.hidden_states(batch, head.spec).final
@@ -104,7 +103,6 @@ def test_a_match_adds_the_same_for_any_base(tiny_base: TinyBase, kind: str, sett
 def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step moves a short row's padding; the tokens that a long row already has are not read again."""
     head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
-    assert head is not None
     counted: list[int] = []
     codes = InductionHead.codes
     monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or codes(h, tokens))
@@ -121,7 +119,6 @@ def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.
 def test_a_context_can_go_back(tiny_base: TinyBase) -> None:
     """After a rollback, a context copies as one that never read the later tokens."""
     head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
-    assert head is not None
     ids, node, state = torch.tensor([random_ids(12)]), torch.tensor([[5]]), torch.randn(1, 1, head.sink.in_features)
     codes = []
     for read, kept in ((12, 7), (7, 7)):

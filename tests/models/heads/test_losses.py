@@ -66,7 +66,6 @@ def make(
 
 def plain(hidden: Tensor, heads: list[LMHead], targets: Labels, config: LossConfig) -> Tensor:
     """Independent few-line reference: whole matrices, torch's own losses, a loop over positions."""
-    assert targets.target_lm_head is not None and targets.target_hidden is not None
     p = targets.target_lm_head.logits(targets.target_hidden).softmax(-1)
     total = hidden.new_zeros(())
     for k in range(K):
@@ -139,7 +138,6 @@ def test_stats_by_hand(name: str) -> None:
     targets = replace(targets, ids=torch.where(targets.ids < 25, targets.ids, right))
     value, stats = heads_loss(hidden, heads, targets, CASES[name], 8)
     torch.testing.assert_close(value, plain(hidden, heads, targets, CASES[name]), rtol=EXACT, atol=0)
-    assert targets.target_lm_head is not None and targets.target_hidden is not None
     logits, valid, known = heads[0].logits(hidden), targets.valid, targets.valid & (targets.ids >= 0)
     overlap = torch.minimum(targets.target_lm_head.logits(targets.target_hidden).softmax(-1), logits.softmax(-1))
     expected = {

@@ -145,7 +145,6 @@ def test_a_large_base_chooses_and_answers_alike(tiny_base: TinyBase, measured_ba
 @pytest.mark.skipif(not linear.packs_bfloat16(), reason="this CPU multiplies no bfloat16")
 def test_hidden_states_to_train_on_may_be_read_in_bfloat16(measured_base: BaseModel) -> None:
     base = measured_base
-    assert base.kernels is not None
     batch = row_of([random_ids(20), random_ids(7, seed=1)])
     exact = base.hidden_states(batch, HiddenStatesSpec(layers=(1,)))
     base.kernels.bfloat16_reads = False

@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaModel
+from torch import nn
+from transformers import DynamicCache, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from drafthead.errors import UserError
 from drafthead.models.base import base_model, parity
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.decoding.loop import decode
 from drafthead.models.kernels import attention, linear, private_apis
-from drafthead.models.kernels.fused import FusedMLP, fuse_modules
+from drafthead.models.kernels.fused import FusedMLP
 from drafthead.models.kernels.linear import DtypeLinear, can_prepack, inference_linear, packs_bfloat16
 from drafthead.models.kernels.private_apis import CACHE
-from drafthead.models.token_tree import causal_mask
 from support import TinyBase, refuses
 
 ROOT = Path(__file__).parents[3]
@@ -127,48 +123,9 @@ def test_renamed_stock_classes_are_left_as_they_are(tiny_base: TinyBase) -> None
     assert isinstance(BaseModel.load(tiny_base().config).model.model.layers[0].mlp, FusedMLP)
 
 
-def llama_layer(attention_name: str) -> Any:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        attn_implementation=attention_name,
-    )
-    return LlamaModel(config).eval()
-
-
-@torch.no_grad()
-def chunks(model: Any, cache: Any) -> Tensor:
-    """Outputs of a model with one layer, for 7 tokens in passes of 4, 2 and 1."""
-    outputs = []
-    for first, last in ((0, 4), (4, 6), (6, 7)):
-        ids, positions = torch.arange(first, last)[None], torch.arange(first, last)[None]
-        mask = None
-        if isinstance(cache, TreeCache):
-            cache.begin(last - first, committed=True)
-            mask = cache.mask(causal_mask(last - first, ids.device)[None], torch.float32)
-        out = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **{CACHE: cache})
-        if isinstance(cache, TreeCache):
-            cache.commit()
-        outputs.append(out.last_hidden_state)
-    return torch.cat(outputs, 1)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_stock_modules_run_our_cache_and_attention(fused: bool) -> None:
-    stock, ours = llama_layer("eager"), llama_layer(attention.register())
-    ours.load_state_dict(stock.state_dict())
-    expected = chunks(stock, DynamicCache())
-    if fused:
-        assert fuse_modules(ours) == 7
-    shape = CacheShape(layers=(KeyValueShape((2, 8), (2, 8)),), dtype=torch.float32, device=torch.device("cpu"))
-    torch.testing.assert_close(chunks(ours, TreeCache.empty(shape, 7)), expected)
-    if fused:  # a cache under a name that is not known must not be ignored
-        with pytest.raises(UserError, match="other_name"):
-            ours.layers[0].self_attn(torch.zeros(1, 1, 32), (torch.ones(1, 1, 8),) * 2, other_name=DynamicCache())
+def test_a_cache_under_an_unknown_name_is_not_ignored(tiny_base: TinyBase) -> None:
+    layer = tiny_base().model.model.layers[0].self_attn
+    refuses("other_name", layer, torch.zeros(1, 1, 32), (torch.ones(1, 1, 8),) * 2, other_name=DynamicCache())
 
 
 def arguments(function: Any) -> set[str]:

@@ -90,7 +90,6 @@ def test_the_base_agrees_with_its_own_answers_and_not_with_others(tiny_base: Tin
     for name, rows, share in (("own", logs, 1.0), ("wrong", wrong, 0.0)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         corpora = make(base, tmp_path, str(tmp_path / f"{name}.jsonl"))
-        assert corpora.agreement is not None
         assert corpora.agreement["greedy"] == pytest.approx(share, abs=0.02), name
     assert corpora.agreement["answers"] == 24 and corpora.agreement["tokens"] == sum(len(a) for _, a in pairs)
 

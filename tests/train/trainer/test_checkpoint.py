@@ -110,7 +110,6 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
             assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000002", "step-0000004"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000005", "step-0000006"]
     best, latest = load_best(tmp_path), load_latest(tmp_path)
-    assert best is not None and latest is not None
     assert (best.state["score"], best.path.name, latest.path.name) == (1.5, "step-0000005", "step-0000006"), (
         "the later one of equals"
     )

@@ -86,7 +86,6 @@ def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
     assert [step for step, _ in steps] == [n for n in range(1, 31) if n not in bad]
     assert all(math.isfinite(loss) and loss < 10 for _, loss in steps)
     checkpoint = load_latest(run / "checkpoints")
-    assert checkpoint is not None
     states = (checkpoint.optimizer, checkpoint.head)
     assert all(torch.isfinite(tensor).all() for state in states for tensor in state.values())
 
