@@ -39,10 +39,6 @@ def test_templates_that_read_lists_of_parts() -> None:
     assert tokenizer.decode(prompt_ids(tokenizer, messages)) == "system: Be brief. user: Why?. ASSISTANT:"
 
 
-def test_half_a_character() -> None:
-    refuses(r"^the text holds half a character \('\\ud800'\), .*remove it$", prompt_ids, TINY, user_turn("a\ud800"))
-
-
 def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:
     from transformers import AutoTokenizer
 

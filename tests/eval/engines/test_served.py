@@ -134,8 +134,7 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
         timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
     pairs = zip(timed.results["vllm"], timed.results["autoregressive"], strict=True)
     equalities = {"vllm": [Equality(same=one.tokens == other.tokens) for one, other in pairs]}
-    row: dict[str, Any] = served_as_trained(base, engines, timed, equalities, config)["vllm"]
-    return row
+    return served_as_trained(base, engines, timed, equalities, config)["vllm"]
 
 
 FAULTS: dict[str, Callable[[Eagle3Head], None]] = {

@@ -32,8 +32,7 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
     config = replace(CONFIG, baselines=list(baselines))
-    counts: list[int] = evaluate(base, drafter, config, folder, Said())["resumed"]
-    return counts
+    return evaluate(base, drafter, config, folder, Said())["resumed"]
 
 
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -56,8 +56,7 @@ def probs_of_generate(
         repetition_penalty=sampler.repetition_penalty,
     )
     processors = model._get_logits_processor(config, input_ids_seq_length=ids.shape[1], device="cpu")
-    probs: torch.Tensor = processors(ids, logits.clone()).softmax(-1)
-    return probs
+    return processors(ids, logits.clone()).softmax(-1)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -104,13 +103,6 @@ def test_a_temperature_that_overflows_is_refused() -> None:
     processors = LogitsProcessorList([TemperatureLogitsWarper(1e-38)])
     for refused in (Sampler, OutputSampler, lambda **_: ProcessedSampler(processors, prompts, [0], 0, True)):
         refuses(r"temperature must be 0 \(greedy\) or at least 1e-05, got 1e-38", refused, temperature=1e-38)
-
-
-def test_dtypes() -> None:
-    logits = torch.randn(2, 8)
-    sampler = Sampler(temperature=0.9, top_p=0.9, eta=0.01)
-    assert sampler.probs(logits.bfloat16()).dtype is torch.float32
-    assert sampler.probs(logits.double()).dtype is torch.float64
 
 
 def test_a_penalty_needs_the_context() -> None:

@@ -74,8 +74,7 @@ def head(tiny_base: TinyBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> Tensor:
-    answers: Tensor = model.generate(IDS, **{**GREEDY, "eos_token_id": None})
-    return answers
+    return model.generate(IDS, **{**GREEDY, "eos_token_id": None})
 
 
 def with_head(model: Any, head: Path, *args: Any, **arguments: Any) -> Any:
@@ -355,8 +354,7 @@ def test_a_seed_gives_the_same_answer(model: Any, head: Path) -> None:
 
     def sample(seed: int, **more: Any) -> list[list[int]]:
         torch.manual_seed(seed)
-        answers: list[list[int]] = with_head(model, head, IDS, **settings, **more).tolist()
-        return answers
+        return with_head(model, head, IDS, **settings, **more).tolist()
 
     first = sample(1)
     assert sample(1) == first != sample(2)

@@ -17,7 +17,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.eagle3 import LAYER_IDS
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors, write_base
+from drafthead.models.formats.gguf.gguf_files import read_gguf, write_base
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,
@@ -279,11 +279,6 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.pre"] == "smollm" and len(keys["tokenizer.ggml.tokens"]) == 300
     assert keys["tokenizer.ggml.tokens"][257] == "<|im_start|>" and keys["tokenizer.ggml.token_type"][257] == 3
     assert keys["tokenizer.ggml.eos_token_id"] == base.tokenizer.eos_token_id
-
-
-def test_a_rotary_scaling_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(UserError, match="scaling of type yarn"):
-        rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
 
 
 def test_the_command_names_the_base_that_was_written() -> None:

@@ -181,15 +181,6 @@ def test_bad_settings(weights: dict[str, Any], says: str) -> None:
         LossConfig(**weights)
 
 
-def test_a_missing_base_distribution_is_our_bug() -> None:
-    hidden, heads, targets = make()
-    blind = replace(targets, target_lm_head=None, target_hidden=None)
-    heads_loss(hidden, heads, blind, LossConfig())
-    for name in ("kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive"):
-        with pytest.raises(ValueError, match="base.s distribution"):
-            heads_loss(hidden, heads, blind, CASES[name])
-
-
 def test_bfloat16_sums_over_chunks_in_float32() -> None:
     """512 chunks of one target each: a sum kept in bfloat16 stops growing at 256 of its terms."""
     count = 512
