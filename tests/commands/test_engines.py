@@ -1,4 +1,4 @@
-"""The build of vLLM that ``drafthead engines install=vllm`` takes, its installation, and the list of engines."""
+"""The engines command, with the build of vLLM that it installs, and the doctor command."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.commands import engines
+from drafthead.commands import doctor, engines
 from drafthead.system import devices
 from support import call, refuses
 
@@ -54,3 +54,25 @@ def test_an_installation_shows_its_downloads(
 def test_a_list_of_engines_needs_no_torch() -> None:
     script = "import sys, drafthead.commands.engines; assert not {'torch', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# The page about a machine ---------------------------------------------------------------------------------------------
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1 parts of the page failed"):
+        call("doctor", "train=[recipe=medusa_smollm2,debug=tiny]", "recipes=[medusa_smollm2,nowhere]")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 160
+    text = "\n".join(lines)
+    assert text.count("3 of 3 as plain decoding") == 6
+    assert "drafthead 0." in text and "pass, ms" in text and "other processes" in text
+    assert any(line.startswith("training medusa_smollm2") and line.endswith("fits") for line in lines)
+    assert lines[-1].startswith("memory of nowhere FAILED: UserError: recipe=nowhere: ")
+
+
+def test_the_page_keeps_its_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "LIMIT_S", 0)
+    with pytest.raises(SystemExit, match="parts of the page failed"):
+        call("doctor")
+    assert "costs of a step FAILED: TimeoutError: time ran out" in capsys.readouterr().out

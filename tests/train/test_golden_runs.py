@@ -37,7 +37,7 @@ def test_golden_losses(tmp_path: Path, head: str) -> None:
     ids=["medusa2", "stream and muon", "mlp_speculator"],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, recipe: str, options: tuple[str, ...], stops: tuple[int, ...]) -> None:
-    """Beside the runs of test_killed_runs.py: a base that is trained along, a stream, Muon, another head."""
+    """Beside the runs of test_interrupted_runs.py: a base that is trained along, a stream, Muon, another head."""
     options = (*options, TRAINED, "checkpoint.every_steps=3", "checkpoint.keep=20")
     whole = train(tmp_path / "whole", recipe, *options)
     for stop in stops:

@@ -1,4 +1,4 @@
-"""Conversations as they are: boundaries, what a template changes, presets, and messages about bad rows."""
+"""Conversations as they are: boundaries, what a template changes, presets, prompts, and messages about bad rows."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from drafthead.data.embedded.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from drafthead.data.prompts.suites import load_suite
-from drafthead.data.text.chat import turns_of
+from drafthead.data.text.chat import prompt_ids, turns_of, user_turn
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources, iter_prompts
 from drafthead.data.text.transcripts import Transcript, TranscriptEncoder, iter_transcripts
@@ -361,3 +361,50 @@ def test_own_prompts_have_the_format_of_a_suite(tmp_path: Path) -> None:
     assert answers.sources == [source] and (answers.prompts, answers.fresh, answers.self_prompted) == (5, True, 0)
     with pytest.raises(UserError, match="x.jsonl line 1: column 'input_ids' holds a list: .1., expected text, a conv"):
         list(iter_prompts(rows(tmp_path / "x.jsonl", {"input_ids": [1]})))
+
+
+# Prompts through the chat template, and the tokenizer of bytes --------------------------------------------------------
+
+
+TINY = tiny_tokenizer()
+
+
+def test_a_prompt_ends_where_the_answer_starts() -> None:
+    text = TINY.decode(prompt_ids(TINY, user_turn("é <|im_end|>")))
+    assert text.endswith(f"<|im_start|>user\né {END}{END}\n<|im_start|>assistant\n")
+
+
+@cases(
+    "template, says",
+    (None, "has no chat template; use an instruction-tuned base"),
+    ("{{ raise_exception('roles must alternate') }}", "refuses messages with roles.*roles must alternate"),
+    ("{{ 1 + messages[0].content }}", "refuses messages with roles.*unsupported operand"),
+    ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of the user's messages"),
+)
+def test_bad_templates(template: str | None, says: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    refuses(says, prompt_ids, tokenizer, user_turn("a"))
+
+
+def test_templates_that_read_lists_of_parts() -> None:
+    """As LLaVA's and Llama-Guard's: content as text would vanish."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% for c in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ c.text }}. {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    messages = [{"role": "system", "content": "Be brief"}, *user_turn("Why?")]
+    assert tokenizer.decode(prompt_ids(tokenizer, messages)) == "system: Be brief. user: Why?. ASSISTANT:"
+
+
+def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:
+    from transformers import AutoTokenizer
+
+    assert (len(TINY), TINY.pad_token, TINY.eos_token, TINY.model_max_length) == (259, "<|endoftext|>", END, 2048)
+    TINY.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(300))) + END
+    assert again(text)["input_ids"] == TINY(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == text
+    assert (again.eos_token_id, again.pad_token_id, again.chat_template) == (258, 256, TINY.chat_template)

@@ -1,14 +1,17 @@
-"""Results of a base, alone and in batches, and refused bases."""
+"""Results of a base, alone and in batches, refused bases, and parts of a base."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,15 +19,26 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.base_config import (
+    BaseConfig,
+    check_architecture,
+    checkpoint_tensors,
+    context_limit,
+    load_weights,
+    meta_model,
+)
+from drafthead.models.base.base_model import BaseModel, PartialForward
+from drafthead.models.base.parts import BaseParts
+from drafthead.models.base.structure import attention_sizes
 from drafthead.models.decoding.corpus import SEED_STRIDE, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.corpora.built_in import user_opening
-from support import TinyBase, cases, refuses, row_of, small_base
+from support import TINY, TinyBase, cases, refuses, row_of, small_base
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -200,3 +214,171 @@ def test_a_saved_head_keeps_the_switches_of_the_chat_template(tiny_base: TinyBas
     assert loaded.config.chat_template_kwargs == {"enable_thinking": False}, "no file that a downloaded config names"
     loaded, _ = load_base_and_head(tmp_path, BaseConfig(chat_template_kwargs={"enable_thinking": True}))
     assert loaded.config.chat_template_kwargs == {"enable_thinking": True}
+
+
+# GPT-BigCode: other names, learned positions, one key/value head, biases, an MLP without a gate -----------------------
+
+
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_the_cache_holds_what_attention_makes(tiny_base: TinyBase, multi_query: bool) -> None:
+    """GPT-BigCode ignores num_key_value_heads and head_dim."""
+    config = tiny_base("gpt_bigcode").config
+    base = BaseModel.load(replace(config, shape=config.shape | {"multi_query": multi_query, "head_dim": 3}))
+    assert attention_sizes(base.model.config) == (1 if multi_query else 4, 8)
+    assert base.new_cache(7).keys.shape == (3, 1, 1 if multi_query else 4, 7, 8)
+
+
+def test_parts_of_the_stack(tiny_base: TinyBase) -> None:
+    """An early exit drafts with the first layers, and the last layers continue from their output."""
+    base = tiny_base("gpt_bigcode")
+    shallow = early_exit(base, 2)
+    assert len(shallow.model.model.transformer.h) == 2 and len(base.model.transformer.h) == 3
+    plain = decode(base, None, [5, 6, 7] * 4, max_new_tokens=14, ignore_eos=True)
+    drafted = decode(base, shallow, [5, 6, 7] * 4, max_new_tokens=14, ignore_eos=True)
+    assert drafted.tokens == plain.tokens and sum(step.accepted for step in drafted.steps) > 0
+    ids = torch.arange(40, 70)[None]
+    with torch.inference_mode():
+        states = base.model(ids, output_hidden_states=True).hidden_states
+        done = PartialForward(layers=2, hidden=states[2])
+        chain = TokenTree.chain(ids.shape[1] - 1).shape
+        hidden = base.verify(ids, chain, base.new_cache(40), partial_forward=done).final
+        torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_second_names_are_not_registered(tiny_base: TinyBase) -> None:
+    """Registered twice, weights would be saved, adapted and packed twice."""
+    base = tiny_base("gpt_bigcode")
+    for model in (base.model, early_exit(base, 2).model.model):
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        assert names and not [name for name in names if name.startswith("model") or ".layers" in name]
+
+
+# Parts of a base ------------------------------------------------------------------------------------------------------
+
+
+Script = Callable[[str], ModuleType]
+
+
+class CountingFile:
+    """A safetensors file that counts the bytes of the tensors and rows that are read from it."""
+
+    total = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._file = safe_open(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_slice(self, name: str) -> Any:
+        return CountingSlice(self._file.get_slice(name))
+
+
+class CountingSlice:
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+    def __getitem__(self, rows: Any) -> Any:
+        read = self._stored[rows]
+        CountingFile.total += read.nbytes
+        return read
+
+
+@pytest.fixture
+def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountingFile]]:
+    monkeypatch.setattr(CountingFile, "total", 0)
+    monkeypatch.setattr("drafthead.models.base.checkpoint_tensors.safe_open", CountingFile)
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", CountingFile)
+    yield CountingFile
+
+
+SHAPES: dict[str, dict[str, Any]] = {"untied": TINY, "tied": {**TINY, "tie_word_embeddings": True}}
+
+
+def save(name: str, folder: Path, script: Script, shard_size: str = "5GB") -> BaseConfig:
+    """Save a random stock checkpoint of one of ``SHAPES`` or of ``benchmarks/base_shapes.py``; return its settings."""
+    bases = script("bases")
+    bases.stored(SHAPES.get(name) or bases.SHAPES[name], folder).save_pretrained(folder, max_shard_size=shard_size)
+    return BaseConfig(name=str(folder), tokenizer="builtin:tiny", dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "gemma3", "qwen3_moe", "mixtral"])
+def test_tensors_of_a_checkpoint_are_those_of_the_stock_model(
+    name: str, tmp_path: Path, script: Script, count_bytes: type[CountingFile]
+) -> None:
+    """Shards, composites, tied heads and experts that transformers stacks."""
+    config = save(name, tmp_path, script, "50KB")
+    model, _ = load_weights(config, torch.device("cpu"))
+    bare, count_bytes.total = meta_model(config, config.transformers_config()), 0
+    tensors = checkpoint_tensors(config, bare)
+    assert count_bytes.total == 0
+    for key, expected in model.state_dict().items():
+        assert torch.equal(tensors.read(key), expected)
+        assert torch.equal(tensors.read(key, slice(1, 3)), expected[1:3])
+    table = model.get_input_embeddings().weight
+    count_bytes.total = 0
+    tensors.read("model.embed_tokens.weight", slice(5, 9))
+    assert count_bytes.total == 4 * table.shape[1] * table.itemsize
+
+
+def test_tensors_that_cannot_be_read_are_named(tmp_path: Path, script: Script) -> None:
+    config = save("untied", tmp_path, script)
+    path, key = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    stored = load_file(path)
+    bare = meta_model(config, config.transformers_config())
+    faults = {"lacks the weight": None, "F8_E4M3": stored[key].to(torch.float8_e4m3fn), "instead of": stored[key][:8]}
+    for says, fault in faults.items():
+        save_file({k: v for k, v in (stored | {key: fault}).items() if v is not None}, path)
+        with pytest.raises(UserError, match=f"{key}.*{says}|{says}.*{key}"):
+            checkpoint_tensors(config, bare).read(key)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "gemma3", "qwen3_moe", "olmo", "cohere"])
+def test_parts_made_in_three_ways_are_those_of_the_model(
+    name: str, tmp_path: Path, script: Script, count_bytes: type[CountingFile]
+) -> None:
+    """Shards, composites, experts, a norm without weights, scaled logits; only the parts and eight rows are read."""
+    config = save(name, tmp_path, script, "50KB")
+    base = BaseModel.load(config, "cpu")
+    layers = [m for m in base.stock().model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    count_bytes.total = 0
+    parts = BaseParts.of_checkpoint(config, "cpu")
+    ends = {base.embedding.data_ptr(): base.embedding.nbytes, base.lm_head.weight.data_ptr(): base.embedding.nbytes}
+    norm = next(base.final_norm.parameters(), None)
+    rows = sum(4 * layer.in_features * min(8, layer.out_features) for layer in layers)
+    first = 4 * layers[0].in_features * min(64, layers[0].out_features)
+    assert count_bytes.total == sum(ends.values()) + rows + (first if norm is None else norm.nbytes)
+    table = torch.cat([base.embedding, torch.zeros(4, base.hidden_size)])  # an engine pads its vocabulary
+    head = None if parts.embedding is parts.output_layer.weight else torch.cat([base.lm_head.weight, table[:4]])
+    given = BaseParts.of_tensors(config, embedding=table, lm_head=head, norm=norm)
+    assert given.embedding.data_ptr() == table.data_ptr()
+    assert given.lm_head.weight.data_ptr() == (table if head is None else head).data_ptr()
+    states = torch.randn(1, 3, base.hidden_size)
+    for other in (parts, given):
+        assert other.identity() == base.identity() and other.eos_ids == base.eos_ids
+        torch.testing.assert_close(other.embedding, base.embedding, rtol=0, atol=0)
+        torch.testing.assert_close(other.final_norm(states), base.final_norm(states), rtol=0, atol=0)
+        torch.testing.assert_close(other.lm_head.logits(states), base.lm_head.logits(states), rtol=0, atol=0)
+        rotations = [
+            each.rotary.state_dict(keep_vars=True) | dict(each.rotary.named_buffers()) for each in (other, base)
+        ]
+        torch.testing.assert_close(*rotations, rtol=0, atol=0)
+
+
+def test_parts_tell_a_fine_tune_from_its_original(tmp_path: Path, script: Script) -> None:
+    config, path = save("untied", tmp_path, script), tmp_path / "model.safetensors"
+    original, key = BaseParts.of_checkpoint(config, "cpu").fingerprint, "model.layers.2.mlp.up_proj.weight"
+    save_file(load_file(path) | {key: load_file(path)[key] * 1.1}, path)
+    tuned = BaseParts.of_checkpoint(config, "cpu").fingerprint
+    assert tuned[:16] == original[:16] and tuned != original
+    assert tuned == BaseModel.load(config, "cpu").fingerprint
+
+
+def test_a_random_base_gives_its_parts_too() -> None:
+    config = BaseConfig(random=True, shape=TINY, tokenizer="builtin:tiny", prepack=False)
+    parts, base = BaseParts.of_checkpoint(config, "cpu"), BaseModel.load(config, "cpu")
+    assert parts.identity() == base.identity() and torch.equal(parts.embedding, base.embedding)
+    refuses("engine's tensors for a random", BaseParts.of_tensors, config, embedding=base.embedding)

@@ -1,4 +1,4 @@
-"""The layouts of Hydra, MLPSpeculator and Kangaroo against plain loaders; configs that would draft wrongly."""
+"""The layouts of Hydra, MLPSpeculator and Kangaroo against plain loaders, wrong configs, and look-ups of formats."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead.errors import UserError
+from drafthead.models import formats
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import all_formats
+from drafthead.models.formats import all_formats, format_for, format_named, recognise
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from plain_heads import (
@@ -240,3 +242,32 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
         refuses(f"{form.name} .*50 of 300 ids.*head.draft_vocab_size=null", form.export, head, tmp_path)
     with pytest.raises(UserError, match="of the type medusa, .* of the type mlp_speculator"):
         all_formats()["medusa"].export(head, tmp_path)
+
+
+# Registry -------------------------------------------------------------------------------------------------------------
+
+
+TOY = """
+from drafthead.models.formats.kangaroo import KangarooFormat
+
+class ToyFormat(KangarooFormat):
+    name = "toy"
+"""
+
+
+def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = set(all_formats())
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    discovered = all_formats.__wrapped__()
+    assert discovered["toy"].title == all_formats()["kangaroo"].title
+    assert set(discovered) == {"toy", *known} and len(known) == 13
+
+
+def test_look_ups() -> None:
+    assert format_for("kangaroo", KangarooConfig) is format_named("kangaroo") is all_formats()["kangaroo"]
+    refuses("type hydra, .*type medusa: export it to=medusa or to=tgi_medusa", format_for, "hydra", MedusaConfig)
+    refuses("unknown format 'onnx'; choose one of .*medusa", format_named, "onnx")
+    refuses("x/config.json .* matches none of dspark", recognise, {"model_type": "llama"}, "x")
+    with pytest.raises(UserError, match="x holds a head that drafthead does not support"):
+        recognise({"model_type": "mlp_speculator", "architectures": 5}, "x")
