@@ -69,13 +69,10 @@ def test_ids_of_several_prompts_are_not_joined_into_one(tiny_base: TinyBase, sha
             answer(tiny_base(), None, ids, max_new_tokens=2)
 
 
-def test_half_a_character_is_refused(tiny_base: TinyBase) -> None:
+def test_bad_calls(tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="the text holds half a character") as error:
         drafthead.generate(tiny_base(), PromptLookup(3), "a\ud800")
     assert "\n" not in str(error.value) and str(error.value).isascii()
-
-
-def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="lod_head"):
         drafthead.lod_head  # noqa: B018
 
@@ -99,12 +96,9 @@ def test_a_head_drafts_for_a_base_in_bfloat16(tiny_base: TinyBase, own_lm_head: 
     assert len(drafthead.generate(half, head, [3, 4, 5], max_new_tokens=6, draft_config=draft_config).tokens) >= 1
 
 
-def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> None:
+def test_fingerprints_of_other_dtypes(tiny_base: TinyBase, saved: Path) -> None:
     base = tiny_base()
     assert BaseModel.load(replace(base.config, dtype="bfloat16")).fingerprint == base.fingerprint
     assert tiny_base(seed=1).fingerprint != base.fingerprint
-
-
-def test_a_base_in_float16_is_refused_with_the_reason(tiny_base: TinyBase, saved: Path) -> None:
     half = BaseModel.load(replace(tiny_base().config, dtype="float16"))
     refuses("fingerprint .*float16 rounds tiny weights.* try bfloat16 or float32", drafthead.load_head, saved, half)

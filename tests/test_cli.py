@@ -53,10 +53,12 @@ def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     assert "\n" not in str(stop.value)
 
 
-def test_errors_of_omegaconf_under_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_under_a_debugger_and_with_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does by itself while Python traces
     with pytest.raises(SystemExit, match="^error: basex is not a setting; did you mean base"):
         call("generate", *SETTINGS["generate"], "basex=1")
+    with pytest.raises(SystemExit, match=r"^error: no published head at /x\\x1b\[2J\\ny: [^\n]*$"):
+        call("import", "from=/x\x1b[2J\ny", "out=y", "base=b")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["--version"], ["-V"]])
@@ -179,11 +181,6 @@ def test_output_in_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) 
     call("generate", "head=x", "日 – é", "--cfg", "job")
     sys.stdout.flush()
     assert rb"prompt: \u65e5" in written.getvalue()
-
-
-def test_errors_show_control_characters() -> None:
-    with pytest.raises(SystemExit, match=r"^error: no published head at /x\\x1b\[2J\\ny: [^\n]*$"):
-        call("import", "from=/x\x1b[2J\ny", "out=y", "base=b")
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "generate"])

@@ -32,31 +32,22 @@ def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
     assert EvalConfig(tree="chain:2").draft_config(head).tree == TokenTree.chain(2)
     assert EvalConfig(tree="expansion:1,3").draft_config(head).tree == TokenTree.expansion([1, 3])
     assert EvalConfig(tree="dynamic:16:4").draft_config(head).tree == DynamicTree(nodes=16, width=4, depth=3)
-    head.tree = TokenTree.from_paths([(0,), (0, 1)])
-    assert EvalConfig().draft_config(head).tree == head.tree
-
-
-def test_length(head: MedusaHead) -> None:
     assert EvalConfig().draft_config(head).adaptive is None
     adaptive = EvalConfig(length="heuristic").draft_config(head).adaptive
     assert adaptive is not None and adaptive.start == 3
-
-
-def test_a_tree_deeper_than_the_head_is_refused(head: MedusaHead) -> None:
+    head.tree = TokenTree.from_paths([(0,), (0, 1)])
+    assert EvalConfig().draft_config(head).tree == head.tree
     with pytest.raises(UserError, match="tree=chain:5 is 5 deep, but the drafter drafts 3 positions"):
         EvalConfig(tree="chain:5").draft_config(head)
+    with pytest.raises(UserError, match="tree=dynamic:8 draft_sampling=with_replacement"):
+        EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").draft_config(head)
+    config = EvalConfig(draft_sampling="without_replacement").draft_config(head)
+    assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
 def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: str) -> None:
     refuses("cannot be read .*give one of head, chain", EvalConfig, tree=tree)
-
-
-def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
-    with pytest.raises(UserError, match="tree=dynamic:8 draft_sampling=with_replacement"):
-        EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").draft_config(head)
-    config = EvalConfig(draft_sampling="without_replacement").draft_config(head)
-    assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
 def test_peers(tiny_base: TinyBase) -> None:

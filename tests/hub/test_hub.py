@@ -129,13 +129,6 @@ def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
     assert "mine.txt" in hub.files("user/medusa")
 
 
-def test_the_card_names_the_repository(hub: Any, saved: Path) -> None:
-    push(saved, "medusa")
-    assert b'load_head("user/medusa")' in hub.files("user/medusa")["README.md"], "under the token's own account"
-    push(saved, "team/copy")
-    assert b'load_head("team/copy")' in hub.files("team/copy")["README.md"]
-
-
 @pytest.mark.parametrize("status", [500, None], ids=["500", "cut"])
 @pytest.mark.parametrize("path", ["repos/create", "preupload", "^/lfs/", "/commit/"])
 def test_failed_uploads_are_repeated(hub: Any, saved: Path, slept: list[float], path: str, status: int | None) -> None:
@@ -155,6 +148,12 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: Any, saved: Path, 
     assert "model.safetensors" in hub.files("user/medusa")
 
 
+def test_a_refusal_is_not_repeated(hub: Any, saved: Path, slept: list[float]) -> None:
+    hub.fail("/commit/", times=9, status=403)
+    refuses("403", push, saved, "user/medusa")
+    assert slept == [] and hub.count("/commit/") == 1
+
+
 def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
     before = {path.name: path.read_bytes() for path in saved.glob("*.*")}
     hub.fail("/commit/", times=3)
@@ -170,18 +169,16 @@ def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Pa
     assert "model.safetensors" in hub.files("user/medusa")
 
 
-def test_a_refusal_is_not_repeated(hub: Any, saved: Path, slept: list[float]) -> None:
-    hub.fail("/commit/", times=9, status=403)
-    refuses("403", push, saved, "user/medusa")
-    assert slept == [] and hub.count("/commit/") == 1
-
-
-def test_private_means_private(hub: Any, saved: Path) -> None:
+def test_private_means_private_and_the_card_names_the_repository(hub: Any, saved: Path) -> None:
     push(saved, "user/secret", private=True)
     assert hub.repos["user/secret"].private
     hub.publish("user/open", {})
     refuses("user/open .*public.*private=true", push, saved, "user/open", private=True)
     assert hub.files("user/open") == {}
+    push(saved, "medusa")
+    assert b'load_head("user/medusa")' in hub.files("user/medusa")["README.md"], "under the token's own account"
+    push(saved, "team/copy")
+    assert b'load_head("team/copy")' in hub.files("team/copy")["README.md"]
 
 
 def test_who_may_push(hub: Any, slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

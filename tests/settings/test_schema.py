@@ -80,12 +80,9 @@ def test_bad_values_are_named_by_their_dotted_key(phase: dict[str, Any], says: s
     refuses(f"^{says}", run, **phase)
 
 
-def test_a_misspelt_required_key_is_named_rather_than_the_missing_one() -> None:
+def test_required_keys_and_python_callers() -> None:
     refuses("^nmae is not a setting; did you mean name", check, {"nmae": "x"}, Run)
     refuses("^name is missing", check, {}, Run)
-
-
-def test_python_callers_get_the_same_errors() -> None:
     for make in (lambda: Optim(lr=2), lambda: replace(Optim(), lr=2)):
         refuses("^lr must be above 0 and below 1, got 2$", make)
 

@@ -10,10 +10,14 @@ if torch.accelerator.is_available():
     pytest.skip("this machine has an accelerator", allow_module_level=True)
 
 
-def test_the_cpu_is_the_default() -> None:
+def test_the_cpu_is_the_default_and_a_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(None) == device_of("cpu") == torch.device("cpu")
     assert on_device([3, 4], torch.device("cpu")).tolist() == [3, 4]
     set_rng_states(rng_states())
+    for name, value in {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    assert device_of("cuda:1") == torch.device("cuda:1")
+    refuses("device=cuda:2 cannot be used; torch finds 2 of type cuda", device_of, "cuda:2")
 
 
 @pytest.mark.parametrize("name", ["cuda", "mps", "quantum"])
@@ -21,13 +25,6 @@ def test_other_devices_are_refused_by_name(name: str, capsys: pytest.CaptureFixt
     refuses(f"device={name}", device_of, name)
     with pytest.raises(SystemExit, match=f"device={name}"):
         call("generate", f"device={name}", "head=prompt_lookup:3", "base=embedded:smollm2", "Hello")
-
-
-def test_a_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
-    assert device_of("cuda:1") == torch.device("cuda:1")
-    refuses("device=cuda:2 cannot be used; torch finds 2 of type cuda", device_of, "cuda:2")
 
 
 def test_every_command_accepts_a_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,14 +139,11 @@ def test_what_is_kept_is_bounded(tiny_base: TinyBase) -> None:
     assert 1 < len(learner.buffer) < len(PROMPTS)
 
 
-def test_another_stream_is_not_gone_on_with(tiny_base: TinyBase, tmp_path: Path) -> None:
+def test_another_stream_and_a_schedule_are_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
     learner = OnlineLearner(hydra(tiny_base), OnlineConfig())
     assert not learner.restore(tmp_path, {})
     learner.save(tmp_path, {"stream": 1})
     refuses("stream = 1.* 2", learner.restore, tmp_path, {"stream": 2})
-
-
-def test_a_stream_has_no_schedule() -> None:
     refuses("needs a last step, which a stream lacks", OnlineConfig, optim=OptimConfig())
 
 

@@ -153,6 +153,7 @@ def test_adapters_of_a_recipe() -> None:
     assert plan.adapters == 83_886_080
     assert plan.trained == plan.head_parameters + plan.adapters
     assert plan.disk["one checkpoint"] == 12 * plan.trained
+    refuses("no linear layer 'c_attn'", Estimate, recipe("recipe=medusa2_smollm2", *TINY, "head.lora_targets=[c_attn]"))
 
 
 def test_disk() -> None:
@@ -173,10 +174,6 @@ def test_disk() -> None:
     assert disk("eagle3_smollm2", True) == fixed | stored
     copied = disk("eagle3_smollm2", True, "data.answers.precomputed=embedded:smollm2")
     assert copied == fixed | {"hidden states of distill": (1 + layers) * state}
-
-
-def test_a_target_that_the_base_does_not_have_is_refused() -> None:
-    refuses("no linear layer 'c_attn'", Estimate, recipe("recipe=medusa2_smollm2", *TINY, "head.lora_targets=[c_attn]"))
 
 
 # Hours -------------------------------------------------------------------------------------------------------

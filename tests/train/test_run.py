@@ -236,16 +236,14 @@ def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     assert precious.exists()
 
 
-def test_two_runs_in_one_folder_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with claimed(tmp_path / "run"), pytest.raises(UserError, match="run is in use by process"):
-        train(tmp_path)
-    assert not (tmp_path / "run" / "training-settings.json").exists()
-
-
-def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     refuses("mixed_precision=fp8", train, tmp_path)
     assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    with claimed(tmp_path / "run"), pytest.raises(UserError, match="run is in use by process"):
+        train(tmp_path)
+    assert not (tmp_path / "run" / "training-settings.json").exists()
 
 
 def test_a_run_without_a_token_to_train_on_fails(with_medusa_corpora: Path) -> None:
@@ -331,9 +329,6 @@ def test_packaged_answers_are_those_of_the_embedded_base_alone(tmp_path: Path) -
     assert copied() and not copied(*other) and not copied("base.adapter=lora")
     assert copied(*other, "data.answers.fresh=false") and not copied("data.answers.fresh=true")
     assert copied(*other, "data.answers.precomputed=folder"), "a folder of answers is compared with the base later"
-
-
-def test_a_run_without_prompts_is_refused(tmp_path: Path) -> None:
     none = ("recipe=medusa_smollm2", "debug=tiny", "data.answers.prompts=0", "data.answers.self_prompted=0")
     refuses("set data.answers.prompts or data.answers.self_prompted", composed, tmp_path, *none)
     composed(tmp_path, *none, "data.transcripts=chats.jsonl")

@@ -39,10 +39,12 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_wheel_is_downloaded_once(wheel: Path) -> None:
+def test_a_wheel_is_downloaded_once_and_verified(wheel: Path) -> None:
     assert read_member("toy", "toy/data.txt") == b"hello"
     wheel.unlink()
     assert read_member("toy", "toy/data.txt") == b"hello"
+    fetch("toy").write_bytes(b"x")
+    refuses(f"{WHEEL} does not have the pinned sha256", fetch, "toy")
 
 
 def test_environments_without_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +62,6 @@ def test_a_failed_download_names_a_remedy_that_works(wheel: Path) -> None:
     refuses(f"could not download toy==1.0: .*No matching distribution.*{WHEEL}", fetch, "toy")
     (cache_dir() / "wheels" / WHEEL).write_bytes(content)
     assert read_member("toy", "toy/data.txt") == b"hello"
-
-
-def test_another_file_of_the_same_name_is_refused(wheel: Path) -> None:
-    fetch("toy").write_bytes(b"x")
-    refuses(f"{WHEEL} does not have the pinned sha256", fetch, "toy")
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

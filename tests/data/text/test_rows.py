@@ -74,6 +74,7 @@ def test_split_fills_rows() -> None:
     rows = pack(numbered([100] * 20), 64, split=True)
     batch = rows.batch(range(len(rows)))
     assert len(rows) == 32 and (batch.document_ids[:-1] != NO_DOCUMENT).float().mean() > 0.97
+    refuses("no document to pack", pack, numbered([0]), 16, True)
 
 
 def test_whole_documents_fit_well_and_losses_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,10 +99,6 @@ def test_on_disk_equals_in_memory_and_rows_are_read_in_any_order(tmp_path: Path)
     assert batch.input_ids[1].tolist() == alone.input_ids[0].tolist() == rows.batch([1]).input_ids[0].tolist()
     assert rows.documents_of([2, 0, 1]) == [1, 2, 0]
     refuses("documents.json does not exist", Documents.open, tmp_path)
-
-
-def test_bad_input() -> None:
-    refuses("no document to pack", pack, numbered([0]), 16, True)
 
 
 def test_text_documents() -> None:

@@ -370,8 +370,16 @@ TINY = tiny_tokenizer()
 
 
 def test_a_prompt_ends_where_the_answer_starts() -> None:
+    """Also with templates that read lists of parts, as LLaVA's and Llama-Guard's: content as text would vanish."""
     text = TINY.decode(prompt_ids(TINY, user_turn("é <|im_end|>")))
     assert text.endswith(f"<|im_start|>user\né {END}{END}\n<|im_start|>assistant\n")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% for c in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ c.text }}. {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    messages = [{"role": "system", "content": "Be brief"}, *user_turn("Why?")]
+    assert tokenizer.decode(prompt_ids(tokenizer, messages)) == "system: Be brief. user: Why?. ASSISTANT:"
 
 
 @cases(
@@ -385,17 +393,6 @@ def test_bad_templates(template: str | None, says: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     refuses(says, prompt_ids, tokenizer, user_turn("a"))
-
-
-def test_templates_that_read_lists_of_parts() -> None:
-    """As LLaVA's and Llama-Guard's: content as text would vanish."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% for c in m.content | selectattr('type', 'equalto', 'text') %}"
-        "{{ c.text }}. {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-    )
-    messages = [{"role": "system", "content": "Be brief"}, *user_turn("Why?")]
-    assert tokenizer.decode(prompt_ids(tokenizer, messages)) == "system: Be brief. user: Why?. ASSISTANT:"
 
 
 def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:

@@ -132,17 +132,14 @@ def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
     uneven = [steady_answer(10, 1.0), steady_answer(100, 5.0)]
     speedup, low, high = interval([steady_answer(10, 1.0), steady_answer(100, 10.0)], uneven)
     assert speedup == pytest.approx((110 / 6) / (110 / 11)) and (low, high) == pytest.approx((1.0, 2.0))
+    speedup, *bounds = interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
+    assert speedup == 2 and all(math.isnan(x) for x in (*bounds, *interval([], [])))
 
 
 def test_the_turns_of_a_conversation_are_drawn_together() -> None:
     """Two conversations of two turns, one twice as fast and one as fast: the bounds are those of single prompts."""
     method = [steady_answer(10, seconds) for seconds in (0.4, 0.6, 0.9, 1.1)]
     assert interval([steady_answer(10, 1.0)] * 4, method, [0, 0, 1, 1])[1:] == pytest.approx((1.0, 2.0))
-
-
-def test_interval_needs_two_prompts() -> None:
-    speedup, *bounds = interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
-    assert speedup == 2 and all(math.isnan(x) for x in (*bounds, *interval([], [])))
 
 
 # Bins by position, context and entropy -----------------------------------------------------------------------
@@ -160,6 +157,8 @@ def test_by_position_and_context_counted_by_hand() -> None:
     assert [tuple(b.values()) for b in bins] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
     bins = by_context(rows_of(log, ids=[[0] * 250, [0] * 600]))  # 251, 255 and 259 tokens, and 601
     assert [tuple(b.values())[:4] for b in bins] == [(0, 256, 2, 4), (256, 512, 1, 1), (512, 1024, 1, 2)]
+    (only_bin,) = by_position(rows_of([answer([step(0, depth=0)])]))
+    assert math.isnan(only_bin["first_accepted"]) and only_bin["mean_accepted_length"] == pytest.approx(1)
 
 
 @cases(
@@ -221,11 +220,6 @@ def test_every_step_is_in_one_bin(log: list[DecodeResult], bins: int, width: int
         total = sum(row["steps"] * row["mean_accepted_length"] for row in rows)
         assert total == pytest.approx(sum(s.committed for s in binned))
     json.dumps(by_nats, allow_nan=False)
-
-
-def test_a_bin_without_drafts_has_no_first_acceptance() -> None:
-    (only_bin,) = by_position(rows_of([answer([step(0, depth=0)])]))
-    assert math.isnan(only_bin["first_accepted"]) and only_bin["mean_accepted_length"] == pytest.approx(1)
 
 
 # Breakdown of a speedup -----------------------------------------------------------------------------------------------
@@ -294,11 +288,16 @@ def test_terms_counted_by_hand() -> None:
     assert breakdown["best_chain"] is None, "the acceptance of a tree is not a chain's"
 
 
-def test_other_answers_are_the_residual() -> None:
+def test_other_answers_are_the_residual_and_no_steps_are_nothing() -> None:
     breakdown = speedup_breakdown(rows_of([costed([0] * 9, 0, 0)]), rows_of([costed([1, 1], 2, 2)]))
     assert breakdown is not None and breakdown["predicted_from_costs"] is None
     assert breakdown["residual"] == pytest.approx(breakdown["measured"] - breakdown["waterfall"][-1]["speedup"])
     assert abs(breakdown["residual"]) > 0.01
+    nothing = rows_of([DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)])
+    assert speedup_breakdown(nothing, nothing) is None
+    baseline = rows_of([costed([0, 0], 0, 0)])
+    breakdown = speedup_breakdown(baseline, baseline)
+    assert breakdown is not None and breakdown["closed_form"] is None and breakdown["measured"] == 1
 
 
 def test_the_best_draft_on_a_machine() -> None:
@@ -328,11 +327,3 @@ def test_chain_values_are_running_products() -> None:
     assert breakdown is not None and breakdown["best_chain"] is not None and breakdown["best_tree"] is not None
     assert breakdown["best_tree"]["tokens"] >= breakdown["best_chain"]["tokens"]
     assert json.loads(json.dumps(breakdown, allow_nan=False)) == breakdown
-
-
-def test_nothing_to_take_apart() -> None:
-    nothing = rows_of([DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)])
-    assert speedup_breakdown(nothing, nothing) is None
-    baseline = rows_of([costed([0, 0], 0, 0)])
-    breakdown = speedup_breakdown(baseline, baseline)
-    assert breakdown is not None and breakdown["closed_form"] is None and breakdown["measured"] == 1

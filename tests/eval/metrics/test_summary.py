@@ -160,18 +160,15 @@ def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.Mo
     assert comparison.kl == pytest.approx(kl / tokens, rel=1e-4)
 
 
-def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
-    refuses("no held-out tokens", compare_bases, tiny_base(), tiny_base(), [])
-
-
 TEXT = BaseComparison(tokens=1000, original_perplexity=20.0, tuned_perplexity=21.0, greedy_match_rate=0.93, kl=0.02)
 ANSWERS = BaseComparison(tokens=500, original_perplexity=2.0, tuned_perplexity=2.0, greedy_match_rate=0.99, kl=0.01)
 
 
-def test_what_is_not_a_number_does_not_pass() -> None:
+def test_bad_measurements_do_not_pass(tiny_base: TinyBase) -> None:
     nan = replace(TEXT, tuned_perplexity=math.nan, greedy_match_rate=math.nan)
     quality_json = check_quality({"text": nan}, QualityLimits(max_perplexity_ratio=1.1, min_greedy_match_rate=0.9))
     assert len(quality_json["failures"]) == 2
+    refuses("no held-out tokens", compare_bases, tiny_base(), tiny_base(), [])
 
 
 @cases(

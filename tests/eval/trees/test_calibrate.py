@@ -61,7 +61,7 @@ def test_a_kept_calibration_is_found_again_for_the_same_weights_and_machine(head
     assert calibrate.load_calibration(path, head) is None
 
 
-def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
+def test_bad_input(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     machine = calibrate.measured_with(head.base, calibrate.VERSION, head.identity())
     for content in ([], {}, {"measured_with": machine, "costs": {}}):
@@ -69,9 +69,6 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
         refuses(r"calibration .*remove it", calibrate.load_calibration, path, head)
         write_json(path, content)
         refuses("damaged.*checksum", calibrate.load_calibration, path, head)
-
-
-def test_answers_without_a_step_are_refused() -> None:
     refuses("raise data.answers", calibrate.calibrate, [], COSTS)
 
 
@@ -116,10 +113,6 @@ def test_dearer_steps_make_a_smaller_tree(method: str) -> None:
     cheap = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.0, 0.0]), method)
     dear = calibrate.calibrate(answers, replace(COSTS, draft_by_depth=[0.0, 0.0, 0.01, 0.02]), method)
     assert dear.tree.depth == 1 < cheap.tree.depth
-
-
-def test_levels_after_the_measured_ones_cost_what_the_last_of_these_does() -> None:
-    assert replace(COSTS, draft_by_depth=[0.0, 0.0, 0.004]).draft_at(4) == pytest.approx(0.012)
 
 
 @pytest.mark.parametrize("method", ["greedy", "sequoia"])
@@ -185,10 +178,12 @@ def test_prompts_are_read_at_no_gain() -> None:
     assert slow.answer_speedup(2.0, {4: 1.0}, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.6 + 0.25))
 
 
-def test_plain_steps_have_an_overhead_of_their_own() -> None:
+def test_costs_of_a_step() -> None:
+    """Plain steps have an overhead of their own; levels after the measured ones cost what the last of these does."""
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.01, plain_overhead=0.002, context=200)
     assert (costs.step(1, 0), costs.step(4, 3)) == pytest.approx((0.012, 0.02))
     assert costs.speedup(2.0, 4, 3) == pytest.approx(2 * 0.012 / 0.02)
+    assert replace(COSTS, draft_by_depth=[0.0, 0.0, 0.004]).draft_at(4) == pytest.approx(0.012)
 
 
 # Search ---------------------------------------------------------------------------------------------------------------
@@ -263,14 +258,11 @@ def test_sequoia_is_the_best_of_all_trees(acceptance: np.ndarray, drafts: int, d
     assert solution.expected[drafts + 1] == pytest.approx(modelled(tree, acceptance))
 
 
-def test_a_trial_that_is_never_accepted_makes_no_infeasible_tree_feasible() -> None:
-    shallow, deep = (sequoia(np.zeros((depth, 2)), 8).expected for depth in (1, 2))
-    assert not np.isnan(shallow).any() and not np.isnan(deep).any()
-    assert np.isneginf(shallow[4:]).all() and (deep[1:8] == 1.0).all() and np.isneginf(deep[8])
-
-
-def test_acceptance_is_measured_where_a_node_is_reached() -> None:
+def test_trials_that_are_seldom_reached_or_never_accepted() -> None:
     ranks = np.array([[0, 1], [1, 1], [5, 0], [0, -1]])
     acceptance = first_accepted([accept_probs_of_ranks(ranks, 2)])
     # The third position never gets to the second draft, the fourth has none.
     assert np.allclose(acceptance, [[0.5, 0.25], [0.0, 1.0]])
+    shallow, deep = (sequoia(np.zeros((depth, 2)), 8).expected for depth in (1, 2))
+    assert not np.isnan(shallow).any() and not np.isnan(deep).any()
+    assert np.isneginf(shallow[4:]).all() and (deep[1:8] == 1.0).all() and np.isneginf(deep[8])

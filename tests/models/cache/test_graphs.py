@@ -56,14 +56,11 @@ def medusa(base: BaseModel) -> MedusaHead:
     return randomised(MedusaConfig(num_draft_tokens=3).build(base)).eval()
 
 
-def test_settings(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
+def test_settings_and_windows(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
     plain, static = bases
     assert not isinstance(plain.new_cache(8), StaticKVCache)
     assert not make("auto").uses_graphs, "nothing changes on a CPU unless asked for"
     assert isinstance(static.new_cache(8), StaticKVCache) and static.new_cache(8).capacity == 8
-
-
-def test_windows() -> None:
     sizes = [window_for(n) for n in range(1, 5 * WINDOW_STEP)]
     assert all(size >= n for n, size in enumerate(sizes, start=1))
     assert sizes == sorted(sizes) and set(sizes) == {256, 512, 1024, 2048, 3072, 4096, 5120}

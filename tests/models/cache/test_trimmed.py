@@ -123,10 +123,6 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
     cache.crop([0])
     expected = base.forward(tokens, base.new_cache(CAPACITY)).final
     assert_close(base.forward(tokens, cache).final, expected)
-
-
-def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> None:
-    base = base_of("gemma3_text")
     assert base.new_cache(2 * WINDOW + 4, nodes=4).shape == base.cache_shape
     assert base.new_cache(2 * WINDOW + 5, nodes=4).shape != base.cache_shape
     assert base.new_cache(CAPACITY).shape == base.cache_shape

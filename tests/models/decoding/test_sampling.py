@@ -101,6 +101,8 @@ def test_temperature_0_is_the_argmax_exactly() -> None:
     assert Sampler().greedy and Sampler().plain_greedy
     assert Sampler(repetition_penalty=2.0).greedy and not Sampler(repetition_penalty=2.0).plain_greedy
     assert not Sampler(temperature=0.1).greedy
+    with pytest.raises(ValueError, match="repetition penalty"):
+        Sampler(repetition_penalty=1.1).probs(torch.randn(1, 8))
 
 
 def test_a_temperature_that_overflows_is_refused() -> None:
@@ -110,11 +112,6 @@ def test_a_temperature_that_overflows_is_refused() -> None:
     processors = LogitsProcessorList([TemperatureLogitsWarper(1e-38)])
     for refused in (Sampler, OutputSampler, lambda **_: ProcessedSampler(processors, prompts, [0], 0, True)):
         refuses(r"temperature must be 0 \(greedy\) or at least 1e-05, got 1e-38", refused, temperature=1e-38)
-
-
-def test_a_penalty_needs_the_context() -> None:
-    with pytest.raises(ValueError, match="repetition penalty"):
-        Sampler(repetition_penalty=1.1).probs(torch.randn(1, 8))
 
 
 def test_processors_made_in_inference_mode_serve_outside() -> None:
@@ -197,19 +194,13 @@ def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: floa
         assert accepted
 
 
-def test_a_number_of_zero_does_not_accept_probability_zero() -> None:
+def test_extreme_numbers_and_probabilities() -> None:
     """The generator may return 0 exactly: ``u * q <= p`` would then accept a token that the target never emits."""
     source, everywhere = Fixed(0.0, rows=2), torch.tensor([True, True])
     assert source.bernoulli(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
     assert source.categorical(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
-
-
-def test_the_largest_number_draws_the_last_possible_token() -> None:
     probs = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
     assert Fixed(math.nextafter(1.0, 0.0), rows=1).categorical(probs).item() == 2
-
-
-def test_a_distribution_of_zeros_names_some_token() -> None:
     assert 0 <= rng([0]).categorical(torch.zeros(1, 1, 5)).item() < 5
 
 
@@ -263,14 +254,11 @@ def test_two_candidates_have_their_joint_distribution(kind: DraftSampling) -> No
     assert p_value(counts, torch.tensor([expected[pair] * ROWS for pair in possible])) > 1e-3
 
 
-def test_every_parent_has_its_own_samples() -> None:
-    probs = torch.eye(5)[None, [3, 1]].expand(2, -1, -1)
-    assert drawn(probs, 2, DraftSampling.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2
-
-
-def test_candidates_beyond_the_support_are_missing() -> None:
+def test_candidates_are_of_their_parent_and_its_support() -> None:
     probs = torch.stack([PROBS, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
     samples = drawn(probs, 5, DraftSampling.WITHOUT_REPLACEMENT)[0]
     assert sorted(samples[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and samples[0, 3:].tolist() == [MISSING] * 2
     assert samples[1].tolist() == [2, *[MISSING] * 4]
     assert sorted(samples[2].tolist()) == [MISSING, 0, 1, 2, 3]
+    probs = torch.eye(5)[None, [3, 1]].expand(2, -1, -1)
+    assert drawn(probs, 2, DraftSampling.WITH_REPLACEMENT).tolist() == [[[3, 3], [1, 1]]] * 2

@@ -237,6 +237,8 @@ def test_drafts_are_accepted(model: Any, head: Path) -> None:
 def test_a_head_named_by_its_folder(model: Any, head: Path, plain: Tensor) -> None:
     settings = {**GREEDY, "eos_token_id": None, "inputs": IDS}
     assert torch.equal(model.generate(**settings, **by_name(head)), plain)
+    refuses("no draft head at nowhere", drafthead.custom_generate, "nowhere")
+    refuses("the head of this call is unknown", drafthead.generate_with_head, model, inputs=IDS)
 
 
 @pytest.mark.parametrize("eos", [0, 2])
@@ -547,8 +549,3 @@ def test_architectures(tiny_base: TinyBase, tmp_path: Path, architecture: str) -
     model, folder = base.stock(), small_head(base, tmp_path / "head", TokenTree.chain(2))
     compared(model, folder, eos_token_id=None, max_new_tokens=20)
     compared(model, folder, eos_token_id=None, max_new_tokens=20, repetition_penalty=1.2)
-
-
-def test_without_a_head_name(model: Any) -> None:
-    refuses("no draft head at nowhere", drafthead.custom_generate, "nowhere")
-    refuses("the head of this call is unknown", drafthead.generate_with_head, model, inputs=IDS)

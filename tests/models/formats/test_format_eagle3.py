@@ -229,13 +229,17 @@ def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Pa
     refuses(f"{tmp_path}: the draft vocabulary .* 1 of 50", EAGLE.load, tmp_path, base)
 
 
-def test_settings_that_llamacpp_ignores_or_aborts_on_are_refused(tmp_path: Path) -> None:
+def test_what_llamacpp_refuses_and_its_command(tmp_path: Path) -> None:
     refuses("head.norm_output=false", GGUF.export, eagle(deep_base(), **THREE, norm_output=True), tmp_path)
     refuses(r"exactly 3 \(head.layers=null", GGUF.export, eagle(deep_base(), layers=[2, 3]), tmp_path)
     refuses("graph of gemma .*aborts", GGUF.export, eagle(deep_base("gemma"), **THREE), tmp_path)
     refuses("has no head.gguf", GGUF.load, tmp_path, deep_base())
     (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
     refuses("head.gguf cannot be read", GGUF.load, tmp_path, deep_base())
+    llamacpp = next(engine for engine in GGUF.engines if engine.current)
+    assert " -m out/base.gguf -md out/head.gguf " in llamacpp.command("user/base", "out", 3, "q8_0", "out/base.gguf")
+    line = llamacpp.command("user/base", "out", 3, "float32")
+    assert " -m BASE.gguf -md out/head.gguf " in line and " -ctk f32 -ctv f32 " in line
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window", "attention.other"])
@@ -279,10 +283,3 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.pre"] == "smollm" and len(keys["tokenizer.ggml.tokens"]) == 300
     assert keys["tokenizer.ggml.tokens"][257] == "<|im_start|>" and keys["tokenizer.ggml.token_type"][257] == 3
     assert keys["tokenizer.ggml.eos_token_id"] == base.tokenizer.eos_token_id
-
-
-def test_the_command_names_the_base_that_was_written() -> None:
-    llamacpp = next(engine for engine in GGUF.engines if engine.current)
-    assert " -m out/base.gguf -md out/head.gguf " in llamacpp.command("user/base", "out", 3, "q8_0", "out/base.gguf")
-    line = llamacpp.command("user/base", "out", 3, "float32")
-    assert " -m BASE.gguf -md out/head.gguf " in line and " -ctk f32 -ctv f32 " in line

@@ -131,11 +131,13 @@ def test_every_process_reads_its_share_of_any_family(results: Results) -> None:
         assert first + second == count and abs(first - second) < 0.05 * count, kind
 
 
-def test_adapters_stay_whole(results: Results) -> None:
+def test_adapters_stay_whole_and_tied_tables_one(results: Results) -> None:
     plain = dict(spread.build_head(spread.CASES["medusa2 full"]).named_parameters())
     held = results("medusa2 full")[0]["held"]
     adapters = {name for name in plain if name.startswith("adapter.")}
     assert adapters and all((held[n] == plain[n].numel()) == (n in adapters) for n in plain if plain[n].numel() > 1)
+    assert all(result["tied"] for result in results("medusa shared and tied"))
+    assert not any(result["tied"] for result in results("medusa head"))
 
 
 @pytest.mark.parametrize("name", ["medusa full, accumulated", "medusa2 full", "eagle3 full"])
@@ -147,11 +149,6 @@ def test_one_process_resumes_from_a_state_of_two(name: str, results: Results) ->
     (last,) = spread.one_process(name, first)["metrics"]
     for key, want in results(name)[0]["metrics"][-1].items():
         assert last[key] == pytest.approx(want, rel=LOSS_TOLERANCE, nan_ok=True), key
-
-
-def test_tied_tables_stay_one(results: Results) -> None:
-    assert all(result["tied"] for result in results("medusa shared and tied"))
-    assert not any(result["tied"] for result in results("medusa head"))
 
 
 def test_hooks_of_a_view_are_its_own() -> None:

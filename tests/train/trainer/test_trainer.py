@@ -248,25 +248,19 @@ def test_spikes_are_told_from_noise_once_the_median_is_known() -> None:
     assert skip_reason(config, losses, 2.9, 1e6) is None
     assert skip_reason(config, losses, 7.0, 1.0) == "the loss is 7, over 3 times the median of 2"
     assert losses.count(None) == 1 and losses[-1] is None, "a skipped loss must not move the median"
+    off, zero = partial(skip_reason, LossSpikeConfig(spike=0), []), partial(skip_reason, LossSpikeConfig(), [])
+    for _ in range(2 * HISTORY):
+        assert off(1.0, 1.0) is None and zero(0.0, 1.0) is None
+    assert off(1e9, 1.0) is None and zero(0.1, 1.0) is None
+    losses: list[float | None] = []
+    for step in range(100):
+        skip_reason(LossSpikeConfig(window=20, limit=2), losses, math.nan if step % 9 == 0 else 1.0, 1.0)
+    assert len(losses) == 20 and losses.count(None) == 3, "of the latest 20"
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_a_loss_that_is_not_finite_is_skipped_from_the_first_step(loss: float, norm: float) -> None:
     assert "gradient norm" in (skip_reason(LossSpikeConfig(spike=0), [], loss, norm) or "")
-
-
-def test_no_spikes_when_turned_off_or_at_a_loss_of_zero() -> None:
-    off, zero = partial(skip_reason, LossSpikeConfig(spike=0), []), partial(skip_reason, LossSpikeConfig(), [])
-    for _ in range(2 * HISTORY):
-        assert off(1.0, 1.0) is None and zero(0.0, 1.0) is None
-    assert off(1e9, 1.0) is None and zero(0.1, 1.0) is None
-
-
-def test_the_count_is_of_the_latest_steps() -> None:
-    losses: list[float | None] = []
-    for step in range(100):
-        skip_reason(LossSpikeConfig(window=20, limit=2), losses, math.nan if step % 9 == 0 else 1.0, 1.0)
-    assert len(losses) == 20 and losses.count(None) == 3, "of the latest 20"
 
 
 # In a whole run -----------------------------------------------------------------------------------------------

@@ -142,6 +142,9 @@ def test_the_target_itself_is_always_right(tiny_base: TinyBase) -> None:
     settings = {"max_new_tokens": 26, "draft_config": draft_config, "sampler": SAMPLER, "ignore_eos": True}
     for r in decode_batch(base, drafter, PROMPTS, **settings):
         assert [step.accepted for step in r.steps][:4] == [4] * 4
+    base, wide = tiny_base(), DraftConfig(tree=TokenTree.expansion([2]))
+    with pytest.raises(UserError, match="nested drafting drafts chains"):
+        decode(base, VerticalCascade(base, None), [1, 2], max_new_tokens=8, draft_config=wide)
 
 
 def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> None:
@@ -184,9 +187,3 @@ def test_sampled_text_has_the_targets_distribution(tiny_base: TinyBase, name: st
     make, draft_config = DRAFTERS[name]
     drafter = make(base, early_exit(base, 2).model)
     assert_distributed(base, drafter, [[5, 6, 7, 5, 6]], copies, 4, draft_config=draft_config, sampler=SAMPLER)
-
-
-def test_refusals(tiny_base: TinyBase) -> None:
-    base, wide = tiny_base(), DraftConfig(tree=TokenTree.expansion([2]))
-    with pytest.raises(UserError, match="nested drafting drafts chains"):
-        decode(base, VerticalCascade(base, None), [1, 2], max_new_tokens=8, draft_config=wide)
