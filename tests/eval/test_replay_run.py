@@ -90,8 +90,8 @@ def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pyte
         shown = capsys.readouterr().out
         assert ("own, threshold" in shown) == (threshold > 0)
         assert re.search(r"best tree of 3 +│ +3 ", shown)
-        with pytest.raises(SystemExit, match=r"chain=\[1, 4\].* 2 positions"):
-            call("replay", *settings, "chain=[1,4]")
+    with pytest.raises(SystemExit, match=r"chain=\[1, 4\].* 2 positions"):
+        call("replay", *settings, "chain=[1,4]")
 
 
 def test_any_drafters_are_simulated_on_the_same_texts(

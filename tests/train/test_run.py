@@ -118,17 +118,6 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
     return composed(folder, "recipe=medusa_smollm2", *overrides)[0]
 
 
-def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
-    """``head=kangaroo`` with a Medusa recipe: the user typed none of the keys that do not fit."""
-    with pytest.raises(UserError) as error:
-        recipe(tmp_path, "head=kangaroo", "head.exit_layer=1")
-    message, unknown = str(error.value), ("num_layers", "own_lm_head", "reads_last_token")
-    assert f"KangarooConfig has no {', '.join(unknown)}" in message
-    assert "\n" not in message and message.count("~head.") == len(unknown)
-    fitting = recipe(tmp_path, "head=kangaroo", "head.exit_layer=1", *(f"~head.{key}" for key in unknown))
-    assert fitting.head["draft_vocab_size"] == 4096
-
-
 def test_overlong_messages_keep_both_ends() -> None:
     message = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
     assert len(message) < 2300
@@ -202,7 +191,7 @@ def test_a_second_start_measures_nothing_again(finished: Path, step_costs: Any) 
     assert [path.read_text() for path in results] == first and step_costs.rows == []
     (log,) = run.glob("eval-log-*.jsonl")
     (run / "eval-log-of-another-tree.jsonl").touch()
-    train(finished, "resume=false")
+    train(finished, "resume=false", "stages=[tree,evaluate]")
     assert all(path.read_text() != content for path, content in zip(results, first, strict=True))
     assert step_costs.rows and not (run / "eval-log-of-another-tree.jsonl").exists()
 

@@ -292,7 +292,10 @@ def test_a_restart_reads_only_its_window(source: SourceConfig, tmp_path: Path, m
     assert len(reads) < 30, "60 rows of 32 bytes have some 40 texts, 12 rows hardly 10"
 
 
-def test_positions_are_forgotten_in_the_end(source: SourceConfig, tmp_path: Path) -> None:
+def test_positions_are_forgotten_in_the_end(
+    source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "KEPT_POSITIONS", 8)
     stream = rows(source, tmp_path, shards=1)
     expected = ids(stream, list(range(60)))
     ids(stream, [6 * (streaming.KEPT_POSITIONS + 10)])

@@ -284,7 +284,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(None, [("q", [REPLY, {**REPLY, "thought": "hm"}])], None)  # a call with an empty thought
 @example(None, [("q", [{**REPLY, "trained": False}, REPLY])], None)  # a call in the context
 @given(systems, rounds, tools)
-@fuzz(25)
+@fuzz(12)
 def test_conversations(folder: Path, system: Any, talk: Any, tools: Any) -> None:
     check(folder, system, talk, tools)
 

@@ -31,7 +31,7 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
-    config = replace(CONFIG, baselines=list(baselines))
+    config = replace(CONFIG, baselines=list(baselines), stock_baseline=False)
     return evaluate(base, drafter, config, folder, Said())["resumed"]
 
 

@@ -188,12 +188,8 @@ def test_queries_are_scaled_by_positions_and_not_by_indices_in_a_row(script: Scr
 
 QUANTISED: list[dict[str, Any]] = [
     {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4, "group_size": 32},
     {"quant_method": "compressed-tensors", "config_groups": {}},
-    {"quant_method": "bitsandbytes", "load_in_4bit": True},
     {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
-    {"quant_method": "hqq", "quant_config": {}},
-    {"quant_method": "quanto", "weights": "int8"},
 ]
 
 

@@ -113,14 +113,6 @@ class Record(TorchFunctionMode):
         return sum("_linear_pointwise" in call for call in self.calls)
 
 
-def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    cache = base.new_cache(8)
-    with Record() as record:
-        base.forward(torch.tensor([[3, 4, 5]]), cache)
-    assert record.products == 4 * base.num_layers
-
-
 @cases("config, products", (HydraConfig(prefix_layer=True), 4), (Eagle3Config(), 4), (KangarooConfig(exit_layer=1), 2))
 def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, products: int) -> None:
     """Else their costs would not compare: each norm by its length, and few products a layer."""

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -225,18 +224,6 @@ def test_every_turn_is_answered_by_the_base(base: BaseModel, tmp_path: Path) -> 
         shard.unlink()
     (killed / COMPLETE).unlink()
     assert rows_of(make(base, config, killed)) == rows_of(store)
-
-
-def test_the_prompts_file_is_read_once(base: BaseModel, tmp_path: Path) -> None:
-    """Not again for every turn and list of missing prompts."""
-    config = replace(CONFIG, sources=[conversations(tmp_path)], self_prompted=0)
-    make(base, config, tmp_path / "made", states=False)
-    for shard in sorted((tmp_path / "made").glob("shard-*"))[4:]:
-        shard.unlink()
-    opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    make(base, config, tmp_path / "made", states=False)
-    assert sum(path.endswith("made/prompts.json") for path in opened) == 1
 
 
 def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: Path) -> None:

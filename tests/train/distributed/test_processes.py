@@ -14,6 +14,7 @@ from support import cases, losses_of, refuses
 
 TERMINATED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 QUICK = "heartbeat_timeout_s=3"
+SLOW = pytest.mark.slow
 TOLERANCE = 2e-5
 """Relative difference of a loss after some steps of AdamW in float32, if sums are taken in another order."""
 
@@ -89,15 +90,11 @@ def test_another_number_of_processes_resumes(runs: Any, tmp_path: Path, before: 
 
 @cases(
     "rank, call, do, codes, message",
-    pytest.param(0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0", marks=pytest.mark.slow, id="killed"),
+    pytest.param(0, ("step", 4), "SIGKILL", [KILLED, 1], "process 0", marks=SLOW, id="killed"),
     # A stopped process keeps its connections open, so only the missing heartbeat shows that it hangs.
     pytest.param(1, ("step", 4), "SIGSTOP", [1, KILLED], "error: process 1 of 2 .* no heartbeat", id="hangs"),
-    pytest.param(1, ("step", 4), "raise", [1, 70], "error: process 1 of 2 ended.* failed", id="fails"),
-    pytest.param(
-        *(0, ("save tensors", 1), "full", [1, 1], "error: process 0 of 2 ended.*could not be written"),
-        marks=pytest.mark.slow,
-        id="full disk",
-    ),
+    pytest.param(1, ("step", 4), "raise", [1, 70], "error: process 1 of 2 ended.* failed", marks=SLOW, id="fails"),
+    pytest.param(0, ("save tensors", 1), "full", [1, 1], "process 0 of 2 .*not be written", marks=SLOW, id="full disk"),
 )
 def test_the_other_process_ends_and_names_the_lost_one(
     runs: Any, with_corpora: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], message: str

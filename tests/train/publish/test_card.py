@@ -77,20 +77,6 @@ def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_p
     assert "the base's licence could not be read" in model_card.content
 
 
-def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    config = Eagle3Config(draft_vocab_size=100, layers=[1, 2])
-    rows = card.formats(config.build(base, torch.arange(100)))
-    assert [row[0] for row in rows] == ["`eagle3`", "`gguf`", "`speculators`"]
-    _, engines, fits = rows[0]
-    assert "vLLM (0.32.0 serves it" in engines and "SGLang" in engines and fits == "yes"
-    assert rows[1][2].startswith("no: it reads 2 layers, and llama.cpp reads exactly 3")
-    rows = card.formats(MedusaConfig(num_draft_tokens=2, num_layers=1, own_lm_head=True).build(base, None))
-    assert "yes" in rows[2] and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "vLLM"]
-    rows = card.formats(MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)))
-    assert not any("yes" in row for row in rows) and "no: it drafts over 100 of 300 ids" in rows[0][2]
-
-
 def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, folder = copy(tiny_base()), tmp_path / "head"
     served = Eagle3Config(num_draft_tokens=2, ttt_steps=2, layers=[1, 2], draft_vocab_size=100)

@@ -278,7 +278,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int],
         return out
 
     options = ["recipe=medusa_smollm2", "debug=tiny", "log_every=1", "checkpoint.every_steps=3"]
-    options += ["validate_every=50", "stages=[corpora,train]"]
+    options += ["validate_every=50", "stages=[corpora,train]", "phases.pretrain.seq_len=128", "phases.distill.steps=3"]
     with monkeypatch.context() as patched:
         patched.setattr(MedusaHead, "loss", scaled)
         run_pipeline(*composed(folder, *options, *overrides))
@@ -300,7 +300,7 @@ def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
     assert "phase pretrain, step 4: the loss is nan and the gradient norm nan" in output and "1 of at most 3" in output
     assert "phase pretrain, step 18: the loss is" in output and "over 5 times the median of" in output
     steps = logged(run)
-    assert [step for step, _ in steps] == [n for n in range(1, 31) if n not in bad]
+    assert [step for step, _ in steps] == [n for n in range(1, 24) if n not in bad]
     assert all(math.isfinite(loss) and loss < 10 for _, loss in steps)
     checkpoint = load_latest(run / "checkpoints")
     states = (checkpoint.optimizer, checkpoint.head)
