@@ -502,6 +502,13 @@ def call(command: str, *arguments: str, stdin: TextIO | None = None) -> None:
         cli.main()
 
 
+def call_fails(match: str, command: str, *arguments: str) -> None:
+    """Check that the command ends with one line that has ``match``, a regular expression."""
+    with pytest.raises(SystemExit, match=match) as stop:
+        call(command, *arguments)
+    assert "\n" not in str(stop.value)
+
+
 def forget_after(run: Path, step: int) -> Path:
     """Restore the run folder to the state after the checkpoint of ``step``."""
     for path in (run / "checkpoints").glob("step-*"):

@@ -13,7 +13,7 @@ import drafthead
 from drafthead import cli
 from drafthead.errors import UserError
 from drafthead.settings.compose import one_line_errors
-from support import call, cases
+from support import call, call_fails, cases
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -35,8 +35,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_explains_and_prints_its_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        call(command, "--help")
+    call_fails("0", command, "--help")
     shown = capsys.readouterr().out
     assert f"drafthead {'train' if command == 'data' else command}" in shown and "settings (key=default):" in shown
     call(command, *SETTINGS[command][:1], "--cfg", "job", *SETTINGS[command][1:])
@@ -48,15 +47,12 @@ def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     known = dict.fromkeys(("train", "data"), "seed")
     known |= {"certify": "each", "import": "revision", "push": "private", "doctor": "recipes", "engines": "folder"}
     key = known.get(command, "base")
-    with pytest.raises(SystemExit, match=f"^error: {key}x is not a setting; did you mean {key}") as stop:
-        call(command, *SETTINGS[command], f"{key}x=1")
-    assert "\n" not in str(stop.value)
+    call_fails(f"^error: {key}x is not a setting; did you mean {key}", command, *SETTINGS[command], f"{key}x=1")
 
 
 def test_errors_under_a_debugger_and_with_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does by itself while Python traces
-    with pytest.raises(SystemExit, match="^error: basex is not a setting; did you mean base"):
-        call("generate", *SETTINGS["generate"], "basex=1")
+    call_fails("^error: basex is not a setting; did you mean base", "generate", *SETTINGS["generate"], "basex=1")
     with pytest.raises(SystemExit, match=r"^error: no published head at /x\\x1b\[2J\\ny: [^\n]*$"):
         call("import", "from=/x\x1b[2J\ny", "out=y", "base=b")
 
@@ -122,9 +118,7 @@ def test_bad_settings_are_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, arguments: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:
-        call(command, *arguments)
-    assert "\n" not in str(stop.value)
+    call_fails(f"^error: .*{says}", command, *arguments)
     assert command == "train" or not list(tmp_path.iterdir())
 
 

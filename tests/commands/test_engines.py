@@ -9,7 +9,7 @@ import torch
 
 from drafthead.commands import doctor, engines
 from drafthead.system import devices
-from support import call, refuses
+from support import call, call_fails, refuses
 
 STUB = """#!/bin/sh
 case "$2" in
@@ -73,6 +73,5 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_keeps_its_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "LIMIT_S", 0)
-    with pytest.raises(SystemExit, match="parts of the page failed"):
-        call("doctor")
+    call_fails("parts of the page failed", "doctor")
     assert "costs of a step FAILED: TimeoutError: time ran out" in capsys.readouterr().out

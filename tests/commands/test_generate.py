@@ -17,7 +17,7 @@ from drafthead.errors import visible
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, cases
+from support import TinyBase, call, call_fails, cases
 
 ODD = {"typical_p": 1e-6}
 """Keeps only the token whose information is nearest to the entropy: samples are certain, and differ from the argmax."""
@@ -148,6 +148,4 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_continues(tiny_base: TinyB
     "extra, says", ("record=missing/chat.svg", "its folder does not exist"), (f"system={'x' * 200}", "leaves no room")
 )
 def test_bad_settings_are_one_line(settings: list[str], extra: str, says: str) -> None:
-    with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:
-        call("chat", *settings, "base.max_context=90", extra)
-    assert "\n" not in str(stop.value)
+    call_fails(f"^error: .*{says}", "chat", *settings, "base.max_context=90", extra)

@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from drafthead.eval.config import EvalRunConfig, GridConfig
 from drafthead.eval.grid import grid_candidates, keep_fastest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, cases, evaluation_of, task_results
+from support import TinyBase, call, call_fails, cases, evaluation_of, task_results
 
 
 def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
@@ -97,8 +95,7 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
 )
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path, setting: str, message: str) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        call("eval", f"head={folder}", "suite=builtin", *setting.split())
+    call_fails(f"^error: .*{message}", "eval", f"head={folder}", "suite=builtin", *setting.split())
 
 
 def test_candidates_that_a_head_cannot_draft_are_left_out(tiny_base: TinyBase, tmp_path: Path) -> None:

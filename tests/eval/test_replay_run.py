@@ -18,7 +18,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, cases, small_head
+from support import TinyBase, call, call_fails, cases, small_head
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)
 ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(50, 3)), 4) for s in range(6)]
@@ -45,8 +45,7 @@ def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
 def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, message: str) -> None:
     if line is not None:
         (tmp_path / "t.jsonl").write_text(line)
-    with pytest.raises(SystemExit, match=f"^error: .*t.jsonl.* {message}"):
-        call("replay", "head=/nowhere", f"texts={tmp_path / 't.jsonl'}")
+    call_fails(f"^error: .*t.jsonl.* {message}", "replay", "head=/nowhere", f"texts={tmp_path / 't.jsonl'}")
 
 
 @cases(
@@ -57,8 +56,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
 def test_settings_refused_at_once(setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        call("replay", "head=/nowhere", setting)
+    call_fails(f"^error: .*{message}", "replay", "head=/nowhere", setting)
 
 
 def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -90,8 +88,7 @@ def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pyte
         shown = capsys.readouterr().out
         assert ("own, threshold" in shown) == (threshold > 0)
         assert re.search(r"best tree of 3 +│ +3 ", shown)
-    with pytest.raises(SystemExit, match=r"chain=\[1, 4\].* 2 positions"):
-        call("replay", *settings, "chain=[1,4]")
+    call_fails(r"chain=\[1, 4\].* 2 positions", "replay", *settings, "chain=[1,4]")
 
 
 def test_any_drafters_are_simulated_on_the_same_texts(

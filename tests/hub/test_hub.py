@@ -22,7 +22,7 @@ from drafthead.models.heads.medusa2 import Medusa2Config
 from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
-from support import TinyBase, call, cases, composed, refuses
+from support import TinyBase, call_fails, cases, composed, refuses
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
@@ -252,8 +252,7 @@ def test_bad_commands(hub: Any, saved: Path, tmp_path: Path, given: list[str], s
     (broken / "model.safetensors").write_bytes(b"\x10" * 40)
     for name, folder in {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}.items():
         given = [argument.replace(name, str(folder)) for argument in given]
-    with pytest.raises(SystemExit, match=says):
-        call("push", *given)
+    call_fails(says, "push", *given)
     assert hub.count("create") == 0
 
 

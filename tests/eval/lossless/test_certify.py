@@ -26,7 +26,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
-from support import call, cases, refuses
+from support import call, call_fails, cases, refuses
 
 RAW = Sampler(temperature=1.0)
 EXACT = AcceptanceRule()
@@ -246,5 +246,4 @@ def test_refused_samplers(sampler: Callable[..., list[int]], message: str, monke
     (["callable=math:exp", "target=[0.5,0.6]", "draft=[0.5,0.5]"], "target must be probabilities that add up to 1"),
 )
 def test_bad_settings(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        call("certify", *arguments)
+    call_fails(re.escape(message), "certify", *arguments)

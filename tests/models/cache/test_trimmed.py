@@ -88,7 +88,7 @@ def second_turn(answers: list[list[int]]) -> list[int]:
 
 @cases(
     "name, kind",
-    *(pytest.param(name, "the target itself", marks=SLOW if name in NAMES[1:3] else ()) for name in NAMES),
+    *(pytest.param(name, "the target itself", marks=SLOW if name in NAMES[1:] else ()) for name in NAMES),
     *(pytest.param(name, "lookup", marks=() if name == "gemma4" else SLOW) for name in NAMES),
     ("gemma3_text", "medusa"),
     ("gemma3_text", "kangaroo"),

@@ -122,7 +122,7 @@ def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str
     assert_rows_are_independent(base, drafter, CONFIGS.get(name) or default_draft_config(drafter))
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["eagle3", "draft_lm", "head and lookup"])
 def test_many_prompts_with_few_rows(

@@ -27,9 +27,10 @@ def test_the_example_trains_and_evaluates(tmp_path: Path) -> None:
     (command,) = [line for line in PAGE.read_text().splitlines() if "debug=tiny" in line]
     overrides = command.partition("#")[0].split()[2:]
     assert f"head={EXAMPLE}" in overrides
-    run_pipeline(*composed(tmp_path, f"hydra.searchpath=[file://{tmp_path / 'recipes'}]", *overrides))
+    short = ("tree_prompts=1", "eval.limit=1", "eval.max_new_tokens=8")
+    run_pipeline(*composed(tmp_path, f"hydra.searchpath=[file://{tmp_path / 'recipes'}]", *overrides, *short))
     evaluation = json.loads((tmp_path / "run" / "eval.json").read_text())["overall"]
-    assert evaluation["identical_outputs"] == {**evaluation["identical_outputs"], "same": 3, "of": 3}
+    assert evaluation["identical_outputs"] == {**evaluation["identical_outputs"], "same": 1, "of": 1}
     assert load_head(tmp_path / "run" / "head").config.head_type == EXAMPLE
 
 

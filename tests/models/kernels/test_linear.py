@@ -239,7 +239,11 @@ def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, c
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
-@pytest.mark.parametrize("right, wrong", [("sums[m][v] += weights", "sums[m][v] -= weights"), ("cvtepi8", "cvtepu8")])
+@cases(
+    "right, wrong",
+    ("sums[m][v] += weights", "sums[m][v] -= weights"),
+    pytest.param("cvtepi8", "cvtepu8", marks=pytest.mark.slow),
+)
 def test_none_if_built_wrong(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
 ) -> None:
