@@ -137,7 +137,7 @@ def test_decoding(kind: str, way: str) -> None:
     assert_few(waits, STEP_WAITS.get(HEADS[kind].head_type, 1), f"{kind} {way}")
 
 
-@pytest.mark.parametrize("kind", sorted(MAIN))
+@pytest.mark.parametrize("kind", cases_of((), sorted(MAIN), fast=("draft_lm", "hydra")))
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("sampler", [pytest.param(Sampler(), marks=pytest.mark.slow), SAMPLED])
 @pytest.mark.parametrize("spec", cases_of((), COMBINED, COMBINED[:1]))

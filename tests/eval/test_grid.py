@@ -88,9 +88,7 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     "setting, message",
     ("grid.drafts=[0,4]", "grid.drafts.*3 positions"),
     ("grid.confidence_threshold=[1.5]", "grid.confidence_threshold"),
-    ("grid.drafts=[-1]", "grid.drafts"),
     ("grid.heads=[none]", "no head folder at none"),
-    ("grid.drafts=[2] tree=chain:2", "tree"),
     ("grid.drafts=[2] drafter=head+prompt_lookup:4", "drafter"),
 )
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path, setting: str, message: str) -> None:

@@ -64,13 +64,10 @@ def test_values_are_converted_as_yaml_writes_them() -> None:
 @cases(
     "phase, says",
     ({"optim": {"lr": 7}}, "phases.distill.optim.lr must be above 0 and below 1, got 7"),
-    ({"optim": {"lr": "fast"}}, "phases.distill.optim.lr must be above 0 and below 1, got 'fast'"),
     ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be a finite number, got nan"),
     ({"optim": {"name": "sgd"}}, "phases.distill.optim.name must be one of adamw, muon, got 'sgd'"),
-    ({"optim": {"steps": 0}}, "phases.distill.optim.steps must be at least 1 or null, got 0"),
     ({"optim": {"window": 12}}, "phases.distill.optim.window must be below 10, got 12"),
     ({"optim": {"betas": [1]}}, r"phases.distill.optim.betas must be a list of 2 values, got \["),
-    ({"decay": [1]}, r"phases.distill.decay must be a valid number, got \[1\]"),
     ({"lengths": [1, -1]}, r"phases.distill.lengths\[1\] must be at least 0, got -1"),
     ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean phases.distill.optim.lr?"),
     ({"corpsu": "text", "corpus": None}, "phases.distill.corpsu is not a setting; did you mean phases.distill.corpus?"),

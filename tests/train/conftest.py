@@ -36,7 +36,7 @@ OPTIONS = (
 )
 STEPS = 20
 TESTS = Path(__file__).parents[1]
-SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
+SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "tree_prompts=1", "eval.limit=1", "eval.max_new_tokens=8")
 """Overrides of a run that is only there to be resumed, copied or rejected."""
 
 

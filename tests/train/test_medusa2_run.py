@@ -18,7 +18,7 @@ from support import Said, composed, refuses
 
 SHORT = (
     *("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4"),
-    *("eval.limit=1", "eval.max_new_tokens=8"),
+    *("tree_prompts=1", "eval.limit=1", "eval.max_new_tokens=8"),
 )
 LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_greedy_match_rate=null")
 

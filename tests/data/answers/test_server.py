@@ -216,9 +216,7 @@ def test_another_model_is_noticed(server: Any) -> None:
     ([{"id": "a"}, {"id": "b"}], None, 10, "serves a, b; name the one that is 'tiny' with .*server.model"),
     ([{"id": "a"}, {"id": "b"}], "c", 10, "does not serve 'c', but a, b"),
     ([], None, 10, "lists no models; serve 'tiny' there"),
-    ([], "c", 10, "lists no models"),
     ([{"id": "a", "max_model_len": 64}], None, 65, "context of 64 tokens, but prompts and answers have up to 65"),
-    ([{"id": "a"}, {"id": "tiny", "max_model_len": None}], None, 10, None),
     ([{"id": "a"}, {"id": "b"}, {"no": "id"}, {"id": 5}], "b", 10, None),
     (5, "c", 10, "lists no models"),
 )

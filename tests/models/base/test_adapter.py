@@ -217,7 +217,6 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: configure(folder, peft_type="LOHA"), "adapter of type LOHA"),
     (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config"),
     (lambda folder: configure(folder, rank_pattern={"(a+)+!": 4}), "rank_pattern with '.*', a regular expression"),
-    (lambda folder: configure(folder, modules_to_save=["(a+)+!"]), "modules_to_save with '.*', a regular expression"),
     (lambda folder: configure(folder, init_lora_weights="pissa_niter_9"), "init_lora_weights='pissa_niter_9'"),
     (lambda folder: configure(folder, target_modules=["query_key_value"]), "does not fit .*query_key_value"),
 ]

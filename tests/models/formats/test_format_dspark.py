@@ -169,7 +169,6 @@ def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
 
 @cases(
     "config, says",
-    ({"markov_head_type": "gated"}, "has markov_head_type 'gated'"),
     ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
     ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
     ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),

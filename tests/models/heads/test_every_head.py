@@ -82,13 +82,10 @@ def test_a_head_without_weights_is_as_large(grouping: str, kind: str, vocabulary
 @cases(
     "kind, settings, says",
     ("hydra", {"own_lm_head": False}, "head.projection_bias .*head.own_lm_head"),
-    ("medusa2", {"lora_lm_head": True, "own_lm_head": False}, "lora_lm_head.* head.own_lm_head"),
     ("eagle3", {"ttt_steps": 8}, "head.ttt_steps .*head.num_draft_tokens"),
     ("mlp", {"cell": "lstm"}, "head.cell.* head.tie_weights"),
-    ("mlp", {"tie_lstm_embs": True}, "head.tie_lstm_embs .*head.cell"),
     ("lstm", {"num_draft_tokens": 1}, "head.tie_weights .*head.num_draft_tokens"),
     ("draft_lm", {"from_layers": [0]}, "head.from_layers .*head.num_layers"),
-    ("dspark", {"layers": []}, "head.layers"),
     ("dspark", {"reads_state": True}, "head.copy_layers .*head.reads_state"),
     ("dspark", {"intermediate_size": 8}, "head.copy_layers .*head.intermediate_size"),
 )
