@@ -1,4 +1,4 @@
-"""Runs the fast cases on the simulated accelerator, in a process of their own; ``make test-accelerator`` runs all."""
+"""Runs fast cases on the simulated accelerator, in a process of their own; ``make test-accelerator`` runs all cases."""
 
 import os
 import subprocess
@@ -13,9 +13,12 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(simulated.unavailable() is not None, reason=simulated.unavailable() or "")
-def test_fast_cases_on_the_simulated_accelerator() -> None:
+@pytest.mark.parametrize(
+    "chosen", ["medusa or eagle3 or draft_lm or planted", pytest.param("", marks=pytest.mark.slow)]
+)
+def test_fast_cases_on_the_simulated_accelerator(chosen: str) -> None:
     path = os.pathsep.join(map(str, (FOLDER.parents[1], FOLDER.parent)))
-    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "accelerator.simulated"]
+    options = ["-q", "-m", "not slow", "-k", chosen, "-p", "no:cacheprovider", "-p", "accelerator.simulated"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(FOLDER / "cases.py")],
         env=os.environ | {"PYTHONPATH": path},
