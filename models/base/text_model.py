@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.errors import UserError
@@ -89,8 +90,10 @@ def inner_names(config: PreTrainedConfig) -> dict[str, str] | None:
     """Return the renaming of a composite checkpoint's weights for its language model; None for other checkpoints."""
     if (inner := text_config(config)) is config:
         return None
-    # Rules for stacking the weights of experts are looked up by model type.
-    rules = get_checkpoint_conversion_mapping(config.model_type)
+    # Rules for stacking the weights of experts are looked up by model type. Renamings are not taken over: Llava's
+    # would also rename the weights of every Llama that is saved later.
+    rules = get_checkpoint_conversion_mapping(config.model_type) or []
+    rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
     if rules and get_checkpoint_conversion_mapping(inner.model_type) is None:
         register_checkpoint_conversion_mapping(inner.model_type, rules)
     return INNER_NAMES

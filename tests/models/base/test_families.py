@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.errors import UserError
@@ -280,3 +288,7 @@ def test_a_composite_checkpoint_may_state_its_tie_anywhere(tmp_path: Path, top: 
     base = BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
     torch.testing.assert_close(base.lm_head.weight, stock.lm_head.weight.detach())
     assert (base.lm_head.weight.data_ptr() == base.embedding.data_ptr()) == (top or inner)
+    # What is saved later in the process keeps its names.
+    LlamaForCausalLM(config.text_config).save_pretrained(tmp_path / "llama")
+    with safe_open(tmp_path / "llama" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if "language_model" in name]
