@@ -26,7 +26,7 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
 from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
-from drafthead.models.heads.parts.lm_heads import TiedMarkov
+from drafthead.models.heads.parts.draft_head import TiedMarkov
 
 MARKOV = {"markov_in": "markov_head.markov_w1", "markov_out": "markov_head.markov_w2"}
 W1, W2 = (f"{name}.weight" for name in MARKOV.values())

@@ -38,10 +38,9 @@ from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
 from drafthead.models.heads.parts.head_folder import check_draft_ids, write_head, write_trees
 from drafthead.models.heads.parts.induction import InductionHead
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
-from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
+from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy, inference_linear
 from drafthead.settings.schema import settings
 
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
@@ -163,7 +162,7 @@ class DraftHead(nn.Module, Drafter):
     vocab_size: int
     session_class: ClassVar[type[Any]]
     """The class that ``open`` creates, usually ``HeadSession``. A head that overrides ``open`` does not need it."""
-    projections: DraftLMHeads  # to the draft vocabulary; ``__init__`` sets it to a result of ``lm_heads``
+    projections: "DraftLMHeads"  # to the draft vocabulary; ``__init__`` sets it to a result of ``lm_heads``
     reads_base = True  # False: the head does not read the base's hidden states (a draft LM)
     reads_drafts = True
     """False: no position reads the drafts before it, so drafting computes all positions in one pass, by ``all_inputs``
@@ -216,7 +215,7 @@ class DraftHead(nn.Module, Drafter):
         embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:]) if unit else embedded
 
-    def lm_heads(self, count: int, first: LMHead | None = None) -> DraftLMHeads:
+    def lm_heads(self, count: int, first: LMHead | None = None) -> "DraftLMHeads":
         """Return the projections of the draft positions to the draft vocabulary.
 
         Args:
@@ -414,7 +413,7 @@ class DraftHead(nn.Module, Drafter):
             DraftTargets.of            targets.py     which anchor predicts which target
             projection_inputs          here           the inputs of all projections, at the anchors
               hidden_at_positions      here, a head   ``anchor_hidden``, then ``unroll``: ``advance`` once per position
-            output_head                here           each position's projection, from lm_heads.py
+            output_head                here           each position's projection, see the end of this file
             heads_loss                 losses.py      loss and metrics in chunks, with gradients written by hand
         """
         weights = config.weights_of(self.config.trained_positions)
@@ -500,3 +499,56 @@ class DraftHead(nn.Module, Drafter):
 
 def _no_attention(x: Tensor) -> Tensor:
     raise TypeError("a head whose layers attend to the context must set attends = True")
+
+
+class DraftLMHeads(nn.Module):
+    """Projections of the draft positions to the draft vocabulary: ``count`` trained ones, or the base's frozen one.
+    Position k (0-based) uses projection k, or the last one."""
+
+    def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None, scaled: bool) -> None:
+        """Create ``count`` trained projections, which start as ``target_lm_head``; with 0, all positions share it.
+        ``draft_dtype`` is that of the packed copies for drafting (None: the trained dtype). With ``scaled`` false,
+        ``logits`` applies no scale and soft-cap, because the session first adds other terms."""
+        super().__init__()
+        self._draft_dtype, self._scaled = draft_dtype, scaled
+        weight = target_lm_head.weight.detach().float()
+        self.weights = nn.ParameterList(nn.Parameter(weight.clone()) for _ in range(count))
+        self._target_lm_head = target_lm_head
+        self.packed = PackedCopies()
+
+    def head(self, k: int) -> LMHead:
+        """Return the projection of draft position k (0-based) for the loss."""
+        if not len(self.weights):
+            return self._target_lm_head
+        return replace(self._target_lm_head, weight=self.weights[min(k, len(self.weights) - 1)])
+
+    def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
+        """Return the logits of draft position k (0-based), [..., D] -> [..., W]; with k None, of positions 0 to K - 1,
+        [B, K, D] -> [B, K, W]."""
+        if k is None and len(self.weights) > 1:
+            return torch.stack([self.logits(hidden[:, n], n) for n in range(hidden.shape[1])], 1)
+        k = min(k or 0, max(0, len(self.weights) - 1))  # None is left if all positions share one projection
+        weight = self.head(k).weight
+        linear = self.packed.get(k, lambda: inference_linear(weight, dtype=self._draft_dtype))
+        product: Tensor = linear(hidden.to(weight.dtype))
+        return self._target_lm_head.scale_and_cap(product) if self._scaled else product
+
+
+class TiedMarkov(nn.Linear):
+    """The Markov correction's input: a trained projection of the base's embedding, scaled to RMS 1, to r numbers.
+    Drafting uses the table [V, r] of all tokens, computed once."""
+
+    def __init__(self, base: BaseParts, rank: int) -> None:
+        super().__init__(base.hidden_size, rank, bias=False, device=base.device)
+        self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = F.embedding(tokens, self._embedding[0]).to(self.weight.dtype)
+        return super().forward(F.rms_norm(embedded, embedded.shape[-1:]))
+
+    @torch.no_grad()
+    def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """Return the outputs for all V token ids as an embedding."""
+        ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
+        table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
+        return nn.Embedding(len(table), table.shape[1], _weight=table)
