@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.environment import VLLM_SIZE, environment
 from drafthead.eval.engines.process import EngineError, EngineProcess
+from drafthead.eval.lossless.export_check import as_exported
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.step import DecodeResult
@@ -81,7 +82,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                 shutil.rmtree(published, ignore_errors=True)
                 fitted = target.fitted(head)
                 target.export(fitted, published, torch.float32)
-                served.head = served.head or _as_exported(fitted)
+                served.head = served.head or as_exported(fitted)
                 is_evaluated = served.head is head and config.draft_config(head) == served.chain_config
                 served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
                 start = EngineStart(stack, name, settings, base, published, method_of(target, head), served.drafts)
@@ -118,16 +119,6 @@ def format_for(engine: str, head: DraftHead) -> Format:
         refused[target.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
     listed = ". In the format ".join(f"{name}: {reasons}" for name, reasons in refused.items())
     raise UserError(f"{engine} cannot serve this head. In the format {listed}")
-
-
-def _as_exported(head: DraftHead) -> DraftHead:
-    """Return a head that drafts with ``head``'s exported weights, not with their bfloat16 or int8 copies."""
-    if head.config.inference_dtype(head.base) is None:
-        return head
-    d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
-    copy = replace(head.config, draft_dtype=None).build(head.base, d2t)
-    copy.load_state_dict(head.state_dict())
-    return copy.eval()
 
 
 def method_of(target: Format, head: DraftHead) -> str:

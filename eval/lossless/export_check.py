@@ -6,7 +6,7 @@ accuracy must not be much lower than the logged one on held-out answers. The mos
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,16 @@ class ExportCheck:
         }
 
 
+def as_exported(head: DraftHead) -> DraftHead:
+    """Return a head that drafts with ``head``'s exported weights, not with their bfloat16 or int8 copies."""
+    if head.config.inference_dtype(head.base) is None:
+        return head
+    d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
+    copy = replace(head.config, draft_dtype=None).build(head.base, d2t)
+    copy.load_state_dict(head.state_dict())
+    return copy.eval()
+
+
 def check_export(
     base: BaseModel,
     original: DraftHead,
@@ -103,7 +113,7 @@ def check_export(
 ) -> ExportCheck:
     """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads."""
     tree = original.tree or TokenTree.chain(original.depth)
-    before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
+    before, after = (_quality(base, as_exported(head), texts, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
     return ExportCheck(dtype, before, after, same_vocabulary, estimate, estimate_tolerance)
 

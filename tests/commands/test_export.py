@@ -153,6 +153,14 @@ def test_an_accuracy_below_a_fifth_can_also_fail(tiny_base: TinyBase, accuracy: 
     assert bool(replace(good, estimate=0.15, after=after).failures()) == fails
 
 
+def test_rounded_copies_for_drafting_are_not_compared(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head = fitted(base)
+    rounded = replace(head.config, draft_dtype="bfloat16").build(base)
+    rounded.load_state_dict(head.state_dict())
+    assert check_export(base, head, rounded.eval(), answers(base), torch.float32).failures() == []
+
+
 def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     base = tiny_base()
     good = check_export(base, fitted(base), fitted(base), answers(base), torch.float32)
