@@ -33,7 +33,7 @@ cross-entropies of the targets in the draft vocabulary; ``count``, targets; ``ov
 ``known``, targets in the draft vocabulary. ``overlap`` is nan in training, because it would cost two more passes over
 the logits."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
-DPACE = "dpace"
+DPACE, AUF = "dpace", "auf"
 DPACE_FLOOR = 0.5
 """D-PACE maps a true token's probability p to (1 - floor) p + floor, with this floor. Otherwise later draft positions
 would have almost no weight early in training."""
@@ -73,24 +73,25 @@ class LossConfig:
     """Weight of a confidence head's cross-entropy (DSpark). Its label is alpha, the probability that the draft is
     accepted. Heads without a confidence head ignore it."""
     decay: float | int | str = 0.8
-    """Weight of draft position k is ``decay ** k``, with ``decay`` in (0, 1], or ``dpace`` (D-PACE). Positions count
-    from 1 (Medusa, 2401.10774). ``dpace`` weighs each position by what it adds to the accepted length, according to the
-    head's own probabilities of the true tokens."""
+    """Weight of draft position k is ``decay ** k``, with ``decay`` in (0, 1], or ``dpace`` or ``auf``. Positions count
+    from 1 (Medusa, 2401.10774). ``dpace`` (D-PACE) weighs each position by what it adds to the accepted length,
+    according to the head's own probabilities of the true tokens. ``auf`` (accept until fail, 2607.01893) trains only
+    what decoding reaches: positions up to the first whose likeliest token is wrong."""
     depth_weights: list[float] | None = None
     """Weights of the draft positions, one per trained position. With null, ``decay`` gives them."""
 
     def __post_init__(self) -> None:
         if not any(getattr(self, key) for key in TERMS):
             raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
-        if self.decay != DPACE and (isinstance(self.decay, str) or not 0 < self.decay <= 1):
-            raise ValueError(f"loss.decay must be in (0, 1], or {DPACE}, got {self.decay!r}")
+        if self.decay not in (DPACE, AUF) and (isinstance(self.decay, str) or not 0 < self.decay <= 1):
+            raise ValueError(f"loss.decay must be in (0, 1], {DPACE} or {AUF}, got {self.decay!r}")
         weights = self.depth_weights
         if weights is not None and not (any(weights) and all(0 <= w < math.inf for w in weights)):
             raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
 
     @property
     def paced(self) -> bool:
-        return self.decay == DPACE and self.depth_weights is None
+        return isinstance(self.decay, str) and self.depth_weights is None
 
     @property
     def reads_alpha(self) -> bool:
@@ -103,10 +104,10 @@ class LossConfig:
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """Return the weight of each of ``depth`` draft positions, 1.0 with D-PACE, which weighs every target. Reject
+        """Return the weight of each of ``depth`` draft positions, 1.0 with D-PACE or AUF, which weigh every target. Reject
         another number of ``depth_weights``."""
         if self.depth_weights is None:
-            # D-PACE's own weights, which differ between targets, are applied instead.
+            # Their own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
         if len(self.depth_weights) != depth:
             what = f"loss.depth_weights has {len(self.depth_weights)} weights, but {depth} draft positions are trained"
@@ -340,17 +341,36 @@ def heads_loss(
 
 
 @torch.no_grad()
-def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
-    """Return the head's probability of each target at each draft position, [K, n]: 0 for invalid targets and for
-    targets outside the draft vocabulary."""
+def _paced_weights(
+    hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int, pace: float | int | str
+) -> Tensor:
+    """Return the weights [K, n] of D-PACE or AUF, from a pass over the logits before the loss."""
     probs, anchors = torch.zeros(labels.valid.shape, device=hidden.device), labels.anchors()
+    right = torch.zeros_like(labels.valid)
     for start in range(0, probs.shape[1], rows):
         span = slice(start, start + rows)
         for k, head in enumerate(heads):
             product = head.product(hidden[k].index_select(0, anchors[k, span]).to(head.trained[0].dtype))
             chunk = LossChunk(head, product, labels.ids[span], labels.valid[k, span])
             probs[k, span] = (chunk.target_logits - chunk.lse).exp() * chunk.ce_weights
-    return probs
+            right[k, span] = (chunk.target_logits >= chunk.max_logits) & (chunk.ce_weights > 0)
+    weigh = auf_weights if pace == AUF else dpace_weights
+    return weigh(right.float() if pace == AUF else probs, labels, hidden.shape[1])
+
+
+def _by_anchor(values: Tensor, labels: Labels, count: int) -> Tensor:
+    """Order ``values`` [K, n] by their ``count`` anchors, [K, count + 1]: the positions of one anchor have different
+    targets. Positions without a valid target are 0; the last column collects invalid predictions."""
+    by_anchor = values.new_zeros(len(values), count + 1)
+    return by_anchor.scatter_(1, torch.where(labels.valid, labels.anchors(), count), values)
+
+
+def auf_weights(right: Tensor, labels: Labels, count: int) -> Tensor:
+    """Return AUF's weights [K, n]: 1 if the head's likeliest token is right (``right`` [K, n], 1 or 0) at all earlier
+    positions of the anchor, else 0. Example: right at positions 1 and 3 has the weights 1, 1, 0, 0."""
+    by_anchor = _by_anchor(right, labels, count)
+    reached = torch.cat([torch.ones_like(by_anchor[:1]), by_anchor[:-1].cumprod(0)])
+    return reached.gather(1, labels.anchors())
 
 
 def dpace_weights(probs: Tensor, labels: Labels, count: int) -> Tensor:
@@ -360,14 +380,9 @@ def dpace_weights(probs: Tensor, labels: Labels, count: int) -> Tensor:
     of accepted drafts is then ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the products that contain
     q_j, divided by K. Example: q = (0.8, 0.5, 0.5) has the products 0.8, 0.4, 0.2 and the weights 1.4/3, 0.6/3, 0.2/3.
     """
-    depth, anchors = len(probs), labels.anchors()
-    floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
-    # Ordered by anchor: a product multiplies the positions of one anchor, whose targets are different tokens.
-    by_anchor = probs.new_zeros(depth, count + 1)  # the last column collects invalid predictions
-    by_anchor.scatter_(1, torch.where(labels.valid, anchors, count), floored)
-    reached = by_anchor.cumprod(0)
-    weights = reached.flip(0).cumsum(0).flip(0) / depth
-    return weights.gather(1, anchors)
+    reached = _by_anchor((1 - DPACE_FLOOR) * probs + DPACE_FLOOR, labels, count).cumprod(0)
+    weights = reached.flip(0).cumsum(0).flip(0) / len(probs)
+    return weights.gather(1, labels.anchors())
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -396,7 +411,7 @@ class _ChunkedLoss(torch.autograd.Function):
         trained = [[(next(gradients), columns) for columns in head.trained_columns] for head in heads]
         paced = None
         if config.paced and training:
-            paced = dpace_weights(_true_probs(hidden, heads, labels, rows), labels, hidden.shape[1])
+            paced = _paced_weights(hidden, heads, labels, rows, config.decay)
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):

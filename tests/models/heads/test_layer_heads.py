@@ -163,6 +163,31 @@ def test_layers_start_as_the_bases_last(tiny_base: TinyBase) -> None:
     assert float((keys.norm() / expected.norm()).detach()) == pytest.approx(1.0, abs=0.2)
 
 
+def test_auf_trains_up_to_the_first_wrong_draft(tiny_base: TinyBase) -> None:
+    """AUF by a loop over anchors; the head is fitted to some tokens first, so that some drafts are right."""
+    base, ids = tiny_base(), [i - i % 2 for i in [7] * 9 + random_ids(9)]  # in the draft vocabulary
+    head, batch = new_head(base, torch.arange(0, 300, 2), confidence=False), row_of([ids], trained_from=3)
+    base_hidden = base.hidden_states(batch, head.spec)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(8):
+        optimizer.zero_grad()
+        torch.autograd.backward(head.loss(batch, base_hidden, LossConfig()).loss_sum)
+        optimizer.step()
+    logits, total, counts = reference(head, base, ids), 0.0, [0] * 4
+    for t in range(len(ids) - 2):
+        for k in range(1, 5):
+            target = t + 1 + k
+            if not 3 <= target < len(ids):
+                break
+            total += F.cross_entropy(logits[k, t], torch.tensor(ids[target] // 2)).item()
+            counts[k - 1] += 1
+            if int(logits[k, t].argmax()) != ids[target] // 2:
+                break
+    assert counts[0] > counts[1] > counts[2] > 0, "some chains must be right for a while"
+    out = head.loss(batch, base_hidden, LossConfig(decay="auf"))
+    assert float(out.loss_sum.detach()) == pytest.approx(total, rel=1e-4)
+
+
 def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
     """D-PACE by a loop over anchors: w_j = sum of q_1 .. q_m over m >= j, by 4; each q_i is at least 1/2."""
     base, documents = tiny_base(), [random_ids(9), random_ids(6, 1)]
