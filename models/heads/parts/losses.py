@@ -104,8 +104,8 @@ class LossConfig:
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """Return the weight of each of ``depth`` draft positions, 1.0 with D-PACE or AUF, which weigh every target. Reject
-        another number of ``depth_weights``."""
+        """Return the weight of each of ``depth`` draft positions, 1.0 with D-PACE or AUF, which weigh every target.
+        Reject another number of ``depth_weights``."""
         if self.depth_weights is None:
             # Their own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
