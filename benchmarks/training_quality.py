@@ -38,6 +38,7 @@ from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.store import open_answers
 from drafthead.data.intervals import Floats
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
@@ -184,8 +185,8 @@ class Judge:
             path = arguments.out / "answers" / f"{suite}-{arguments.split}-{limit}-{study['tokens']}.jsonl"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                options = {"limit": limit, "max_new_tokens": study["tokens"], "split": arguments.split}
-                write_texts(path, base_answers(self.base, suite=suite, **options))
+                config = SuiteConfig(suite=suite, limit=limit, max_new_tokens=study["tokens"])
+                write_texts(path, base_answers(self.base, config, split=arguments.split))
             self.texts[suite] = read_texts(path)
 
     def judge(self, folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 usage: drafthead replay head=DIR [key=value ...]
 
 drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench 'nodes=[6,16,64]' 'chain=[1,2,3]'
-drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
+drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl costs=false
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
 drafthead replay head=outputs/medusa_smollm2/head 'drafters=[prompt_lookup@6,head+prompt_lookup:4]'
 
@@ -73,6 +73,8 @@ class ReplayConfig(SuiteConfig):
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Number of nodes, root included, up to which A's drafts fill the tree of ``A+B`` in ``drafters``. B's drafts come
     first and are never cut. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
+    costs: bool = True
+    """Measure the costs of a step, two minutes on a CPU, to predict speedups. With false, simulate acceptance only."""
     plot: str | None = None
     """PNG file for a figure of the mean accepted lengths."""
 
@@ -113,6 +115,8 @@ def main(config: ReplayConfig) -> None:
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
             rows.append(_row(spec, nodes, simulated))
+    if not config.costs:
+        rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     display.console.print(ResultTable.of(title, rows).console())
     if config.plot:
@@ -137,8 +141,10 @@ def head_rows(
     )
     with display.stage(f"one pass over {len(texts)} answers"):
         answers = text_accept_probs(base, head, texts, config.sampler, probs_config)
-    with display.stage("step costs on this machine"):
-        costs = measure_costs(base, head, progress=display.progress)
+    costs: CostModel | None = None
+    if config.costs:
+        with display.stage("step costs on this machine"):
+            costs = measure_costs(base, head, progress=display.progress)
     sizes = [] if config.rule == "block" else config.nodes
     table = simulated_rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
@@ -165,7 +171,7 @@ def own_tree_row(
 
 def simulated_rows(
     answers: Sequence[AcceptProbs],
-    costs: CostModel,
+    costs: CostModel | None,
     lengths: Sequence[int],
     sizes: Sequence[int],
     draft_sampling: DraftSampling,
@@ -182,7 +188,8 @@ def simulated_rows(
         trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed), strict=True))
     drafts = [(f"chain of {length}", length + 1, length, simulated) for length, simulated in chains.items()]
     drafts += [(f"best tree of {size}", size, depth, simulated) for size, simulated in trees.items()]
-    return [
-        _row(name, nodes, simulated, costs.speedup(simulated.mean_accepted_length, nodes, deepest))
-        for name, nodes, deepest, simulated in drafts
-    ]
+    table = []
+    for name, nodes, deepest, simulated in drafts:
+        speedup = None if costs is None else costs.speedup(simulated.mean_accepted_length, nodes, deepest)
+        table.append(_row(name, nodes, simulated, speedup))
+    return table

@@ -87,7 +87,10 @@ def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pyte
         call("replay", *settings, "chain=[1]")
         shown = capsys.readouterr().out
         assert ("own, threshold" in shown) == (threshold > 0)
-        assert re.search(r"best tree of 3 +│ +3 ", shown)
+        assert re.search(r"best tree of 3 +│ +3 ", shown) and "predicted" in shown
+    call("replay", *settings, "chain=[1]", "costs=false")
+    shown = capsys.readouterr().out
+    assert "step costs" not in shown and "predicted" not in shown and re.search(r"best tree of 3 +│ +3 ", shown)
     call_fails(r"chain=\[1, 4\].* 2 positions", "replay", *settings, "chain=[1,4]")
 
 
