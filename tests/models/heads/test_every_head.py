@@ -396,7 +396,7 @@ def test_packed_documents_train_like_documents_alone(
         gradients.append({name: p.grad for name, p in head.named_parameters()})
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     for actual in gradients[1:]:
-        torch.testing.assert_close(actual, gradients[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, gradients[0], rtol=1e-4, atol=3e-5)
 
 
 @every_head
