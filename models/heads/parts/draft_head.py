@@ -449,7 +449,8 @@ class DraftHead(nn.Module, Drafter):
         count = batch.input_ids.numel()
         ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)
         for k, (valid, anchor_idx) in enumerate(zip(draft_targets.valid, draft_targets.anchor_idx, strict=True)):
-            if k == 0 or not self.config.one_prediction:
+            # The low-rank terms of markov and induction depend on the draft position, also if the state does not.
+            if k == 0 or not self.config.one_prediction or self.config.low_rank:
                 at_targets = rank_of(hidden[k, anchor_idx], self.output_head(k), target_ids, top)
             anchors = draft_targets.anchors[anchor_idx]
             ranks[torch.where(valid, anchors, count), k] = at_targets  # the last row collects invalid targets
