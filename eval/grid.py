@@ -11,6 +11,7 @@ from typing import Any
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig, EvalRunConfig, GridConfig
 from drafthead.eval.metrics.summary import speedup_of
+from drafthead.eval.report.plots import save_png, speedup
 from drafthead.files.local import same_base, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -47,7 +48,9 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
     heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
     deepest = max(each.depth for each in heads.values())
     if max(config.grid.drafts, default=0) > deepest:
-        raise UserError(f"grid.drafts={config.grid.drafts}: the heads draft {deepest} positions; give no more")
+        raise UserError(
+            f"grid.drafts={config.grid.drafts}: the heads draft {deepest} positions; give at most {deepest}"
+        )
     paths = {folder: Path(folder) for folder in heads}
     labels = {folder: path.parent.name if path.name == "head" else path.name for folder, path in paths.items()}
     if len(set(labels.values())) < len(labels):
@@ -71,32 +74,48 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 
 
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
-    """Make the fastest candidate its head's default; return a console line. A smaller gain is noise: the default
-    changes only if the whole interval of the candidate's speedup is above the default's speedup. ``grid.json`` then
-    keeps the previous default. With ``dry`` nothing is changed."""
-    overall = evaluation["overall"]
-    speedups = {candidate.name: speedup_of(overall, candidate.name) or 0.0 for candidate in candidates}
-    best = max(candidates, key=lambda candidate: speedups[candidate.name])
-    fastest = f"fastest of {len(candidates)}: {best.name}, {speedups[best.name]:.2f}x"
+    """Make the fastest candidate its head's default and write ``grid.json`` and ``grid.png``; return a console line. A
+    smaller gain is noise: the default changes only if the whole interval of the candidate's speedup is above the
+    default's speedup. With ``dry`` nothing is written or changed."""
+    methods = evaluation["overall"]["methods"]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": candidate.name,
+            "head": candidate.folder,
+            "drafts": candidate.draft_config.depth,
+            "nodes": candidate.draft_config.nodes,
+            "confidence_threshold": candidate.draft_config.confidence_threshold,
+            "default": candidate.default,
+            "speedup": speedup_of(evaluation["overall"], candidate.name) or 0.0,
+            "interval": methods[candidate.name]["speedup"]["interval_95"],
+            "mean_accepted_length": methods[candidate.name]["mean_accepted_length"],
+        }
+        for candidate in candidates
+    ]
+    best, winner = max(zip(rows, candidates, strict=True), key=lambda pair: pair[0]["speedup"])
+    fastest = f"fastest of {len(rows)}: {best['name']}, {best['speedup']:.2f}x"
     if dry:
         return f"{fastest}; nothing was changed (dry=true)"
-    head, tree, folder = best.head, best.draft_config.tree, Path(best.folder)
-    default = next(candidate for candidate in candidates if candidate.folder == best.folder and candidate.default)
-    low = overall["methods"][best.name]["speedup"]["interval_95"][0]
-    if best.default:
-        result = "already the default"
-    elif low is None or low <= speedups[default.name]:
-        result = "within the noise, so it does not become the default"
-    else:
-        record = {key: getattr(config, key) for key in ("suite", "limit", "max_new_tokens")} | {"best": best.name}
-        record["default_before"] = {
-            "choices": None if head.tree is None else [list(path) for path in head.tree.paths[1:]],
-            "confidence_threshold": head.confidence_threshold,
-        }
-        write_json(folder / "grid.json", record)
-        assert isinstance(tree, TokenTree)
-        head.tree, head.confidence_threshold = tree, best.draft_config.confidence_threshold
+    head, folder = winner.head, Path(winner.folder)
+    record = {key: getattr(config, key) for key in ("suite", "limit", "max_new_tokens")} | {"best": best["name"]}
+    record["default_before"] = {
+        "choices": None if head.tree is None else [list(path) for path in head.tree.paths[1:]],
+        "confidence_threshold": head.confidence_threshold,
+    }
+    default = next(row for row in rows if row["head"] == best["head"] and row["default"])
+    changed = best["interval"][0] is not None and best["interval"][0] > default["speedup"]
+    if changed:
+        assert isinstance(winner.draft_config.tree, TokenTree)
+        head.tree, head.confidence_threshold = winner.draft_config.tree, winner.draft_config.confidence_threshold
         head.save_pretrained(folder)
-        result = "now the default"
-    chosen = "It was chosen on these prompts: evaluate on others to report its speedup"
-    return f"{fastest}; {result} of {folder}. {chosen}"
+    machine = {key: evaluation["overall"][key] for key in ("hardware", "versions")}
+    write_json(folder / "grid.json", record | {"changed": changed, "rows": rows} | machine)
+    bars = sorted(((row["name"], row["speedup"], *row["interval"]) for row in rows), key=lambda bar: bar[1])
+    save_png(speedup(bars), folder / "grid.png")
+    result = "now the default" if changed else "within the noise, so it does not become the default"
+    if best["default"]:
+        result = "already the default"
+    return (
+        f"{fastest}; {result} of {folder} (grid.json, grid.png). It was chosen on these prompts: evaluate on others to "
+        "report its speedup"
+    )

@@ -25,19 +25,17 @@ from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
-from drafthead.eval.trees.search import SearchMethod, cross_fitted
+from drafthead.eval.trees.replay import own_row, row_of, rows_of
 from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftSampling
-from drafthead.models.decoding.loop import check_ids, default_draft_config
+from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.simulation.acceptance import AcceptProbs, SimulatedAcceptance, simulate_acceptance
-from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display
 
@@ -114,7 +112,7 @@ def main(config: ReplayConfig) -> None:
                 base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
-            rows.append(_row(spec, nodes, simulated))
+            rows.append(row_of(spec, nodes, simulated))
     if not config.costs:
         rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
@@ -146,50 +144,9 @@ def head_rows(
         with display.stage("step costs on this machine"):
             costs = measure_costs(base, head, progress=display.progress)
     sizes = [] if config.rule == "block" else config.nodes
-    table = simulated_rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
+    table = rows_of(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree with its confidence threshold, drafted at every position"):
-            table.append(own_tree_row(base, head, texts, config.sampler, config.seed))
-    return table
-
-
-def _row(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
-    """Return a row of the table, for the drafts called ``name``; ``speedup`` is predicted (None: unknown)."""
-    numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
-    return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
-
-
-def own_tree_row(
-    base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
-) -> dict[str, Any]:
-    """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
-    draft_config = default_draft_config(head)
-    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
-    return _row(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
-
-
-def simulated_rows(
-    answers: Sequence[AcceptProbs],
-    costs: CostModel | None,
-    lengths: Sequence[int],
-    sizes: Sequence[int],
-    draft_sampling: DraftSampling,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes. A tree is simulated on answers that
-    its search did not use."""
-    depth = answers[0].shape[1]
-    chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
-    trees: dict[int, SimulatedAcceptance] = {}
-    if sizes:
-        # Sampled candidates are tried in order, which only Sequoia's program respects.
-        method: SearchMethod = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
-        trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed), strict=True))
-    drafts = [(f"chain of {length}", length + 1, length, simulated) for length, simulated in chains.items()]
-    drafts += [(f"best tree of {size}", size, depth, simulated) for size, simulated in trees.items()]
-    table = []
-    for name, nodes, deepest, simulated in drafts:
-        speedup = None if costs is None else costs.speedup(simulated.mean_accepted_length, nodes, deepest)
-        table.append(_row(name, nodes, simulated, speedup))
+            table.append(own_row(base, head, texts, config.sampler, config.seed))
     return table

@@ -21,6 +21,8 @@ class LMDrafter(Drafter):
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
         """Draft with ``model``, which must be on the target's device. Without ``target``, both vocabularies must have
         the same size. If the target's has more ids (padding), those are never drafted."""
+        if num_tokens < 1:
+            raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
         self.model, self.depth = model, num_tokens
         self.vocab_size: int = (target or model).vocab_size  # width of ``Proposal.probs``
         if model.vocab_size > self.vocab_size:

@@ -7,14 +7,12 @@ of an existing folder may contain ``+``; parentheses set it apart, as in ``(head
 """
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from drafthead.data.answers.store import open_answers
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -22,10 +20,8 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
-from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
-from drafthead.models.drafters.experimental.triforce import DEFAULT_POLICY, Policy, TriForce
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
+from drafthead.models.drafters.experimental.words import WORDS
+from drafthead.models.drafters.kinds import Expression, Kind, Parts
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
@@ -34,48 +30,6 @@ from drafthead.settings.schema import settings
 DEFAULT_MEMORY = 16384
 MOST_TOKENS = 256  # largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes
 LONGEST_MATCH = 3  # longest n-gram of prompt lookup, unless TOKENS drafts need a longer match because of ``PER_MATCH``
-
-
-Parts = list[tuple[Drafter, DraftConfig]]  # the drafters of a combination, with their configs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Syntax of one kind of drafter in expressions: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
-
-    form: str  # the syntax as messages show it, such as ``model:NAME[:TOKENS]``
-    build: Callable[["Expression", BaseModel, Parts], Drafter]  # for the target; ``Parts`` of a combination
-    tokens: int = 0  # number of tokens to draft by default; 0 for kinds that have no number of tokens
-    numbers: tuple[int, int] = (0, 0)  # NUMBERs required and allowed: (1, 2) for ``early_exit:LAYERS[:TOKENS]``
-    tokens_at: int = 0  # index, from 0, of the NUMBER that replaces ``tokens``
-    takes_name: bool = False
-    needs_name: bool = False
-    name_last: bool = False  # the NAME follows one NUMBER
-    check_name: Callable[[str], object] = lambda name: None  # reject a NAME, before any model is loaded
-    combines: bool = False  # ``kind:`` is followed by several drafters, joined by ``+``
-    nests: bool = False  # ``kind:A+B+C`` stands for ``kind:A+(kind:B+C)``
-
-
-@dataclass(frozen=True)
-class Expression:
-    """A drafter as parsed from its text, such as ``head+prompt_lookup:8``."""
-
-    text: str
-    kind: str  # a word of the grammar, or ``combine`` for ``A+B``
-    name: str = ""  # the NAME (a folder, model, corpus or policy), or ""
-    numbers: tuple[int, ...] = ()
-    default_tokens: int = 0
-    most_tokens: int | None = None  # the N of ``@N``: largest number of drafts on a path; None without ``@N``
-    parts: tuple["Expression", ...] = ()  # the drafters of a combination, in order
-
-    @property
-    def tokens(self) -> int:
-        return self.most_tokens or self.default_tokens
-
-    def walk(self) -> Iterator["Expression"]:
-        yield self
-        for part in self.parts:
-            yield from part.walk()
 
 
 def _prompt_lookup(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
@@ -90,64 +44,24 @@ def _suffix_memory(expression: Expression, base: BaseModel, parts: Parts) -> Dra
     return PromptLookup(expression.tokens, memory=numbers[1] if len(numbers) > 1 else DEFAULT_MEMORY)
 
 
-def _early_exit(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
-    return early_exit(base, expression.numbers[0], num_tokens=expression.tokens)
-
-
 def _model(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
     model = BaseModel.load(BaseConfig(name=expression.name), base.device)
     return ModelDrafter(model, base, num_tokens=expression.tokens)
 
 
-def _max_gram(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
-    if not expression.name:
-        return MaxGram(expression.tokens)
-    # A run's corpus folder, or its folder ``answers``.
-    answers = open_answers(Path(expression.name)).read(with_hidden_states=False)
-    bigrams = bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
-    return MaxGram(expression.tokens, bigrams)
-
-
-def _budget(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
-    return TriForce(base, expression.numbers[0], expression.name or DEFAULT_POLICY, num_tokens=expression.tokens)
-
-
-def _relay(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
-    return HorizontalCascade([drafter for drafter, _ in parts], [config.depth for _, config in parts])
-
-
-def _nested(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
-    (model, _), (drafter, config) = parts
-    first = expression.parts[0]
-    if isinstance(model, TriForce):
-        policy = first.name or DEFAULT_POLICY
-        return TriForce(base, model.budget, policy, num_tokens=model.depth, drafter=drafter, draft_config=config)
-    if not isinstance(model, ModelDrafter):
-        what = f"in {expression.text!r}, {first.text!r} is not a model"
-        raise UserError(f"{what}; as the first drafter, give early_exit:LAYERS, budget:POSITIONS or model:NAME")
-    return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
-
-
 KINDS = {
     "prompt_lookup": Kind(form="prompt_lookup[:TOKENS[:PER_MATCH]]", build=_prompt_lookup, tokens=3, numbers=(0, 2)),
     "suffix_memory": Kind(form="suffix_memory[:TOKENS[:MEMORY]]", build=_suffix_memory, tokens=4, numbers=(0, 2)),
-    "early_exit": Kind(form="early_exit:LAYERS[:TOKENS]", build=_early_exit, tokens=3, numbers=(1, 2), tokens_at=1),
+    "early_exit": Kind(
+        form="early_exit:LAYERS[:TOKENS]",
+        build=lambda e, base, parts: early_exit(base, e.numbers[0], num_tokens=e.tokens),
+        tokens=3,
+        numbers=(1, 2),
+        tokens_at=1,
+    ),
     "model": Kind(form="model:NAME[:TOKENS]", build=_model, tokens=5, numbers=(0, 1), takes_name=True, needs_name=True),
     "head": Kind(form="head:FOLDER", build=lambda e, base, parts: load_head(e.name, base), takes_name=True),
-    # Experimental drafters.
-    "max_gram": Kind(form="max_gram[:CORPUS]", build=_max_gram, tokens=10, takes_name=True),
-    "budget": Kind(
-        form="budget:POSITIONS[:POLICY]",
-        build=_budget,
-        tokens=6,
-        numbers=(1, 1),
-        tokens_at=1,
-        takes_name=True,
-        name_last=True,
-        check_name=lambda name: name and Policy.parse(name),
-    ),
-    "relay": Kind(form="relay:A@2+B@4", build=_relay, combines=True),
-    "nested": Kind(form="nested:A@6+B", build=_nested, combines=True, nests=True),
+    **WORDS,
 }
 FORMS = ", ".join([*(kind.form for kind in KINDS.values()), "A+B"])
 
@@ -276,15 +190,18 @@ def build_drafter(
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            what = "only a head with a static tree can be combined"
-            raise UserError(f"{what}; set tree=head, tree=chain:K or tree=expansion:1-1-3")
+            raise UserError(
+                "only a head with a static tree can be combined; set tree=head, tree=chain:K or tree=expansion:1-1-3"
+            )
         names = [operand.text.strip() for operand in expression.parts]
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
-            what = f"{expression.text!r} stands for the command's head, but this command has none"
-            raise UserError(f"{what}; give the folder of a head, such as head:outputs/NAME/head")
+            raise UserError(
+                f"{expression.text!r} stands for the command's head, but this command has none; give the folder of "
+                "a head, such as head:outputs/NAME/head"
+            )
         drafter, config = head, head_config
     else:
         drafter = KINDS[expression.kind].build(expression, base, parts)

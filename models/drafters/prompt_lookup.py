@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import BaseHidden
+from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.growth import root_only
@@ -72,6 +73,12 @@ class PromptLookup(Drafter):
         tokens of the latest answers and their prompts are searched too. ``per_match`` is the largest number of drafts
         per token of a match.
         """
+        counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise UserError(f"prompt lookup needs {name} of at least 1, got {value}")
+        if memory < 0:
+            raise UserError(f"prompt lookup needs a memory of at least 0 tokens, got {memory}")
         self.memory = memory
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)

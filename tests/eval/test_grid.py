@@ -5,13 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from drafthead.eval.config import EvalRunConfig, GridConfig
 from drafthead.eval.grid import grid_candidates, keep_fastest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, call, call_fails, cases, evaluation_of, task_results
+from support import TinyBase, call, evaluation_of, task_results
 
 
 def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
@@ -46,15 +48,23 @@ def test_every_combination_is_decoded_once(tiny_base: TinyBase, tmp_path: Path) 
     methods = evaluation["overall"]["methods"]
     assert set(methods) == names
     assert all(method["identical_outputs"]["same"] == 1 for method in methods.values())
+    (written,) = tmp_path.glob("*/head/grid.json")
+    record = json.loads(written.read_text())
+    assert {row["name"] for row in record["rows"]} == names
+    best = next(row for row in record["rows"] if row["name"] == record["best"])
+    assert str(written.parent) == best["head"] and (written.parent / "grid.png").stat().st_size > 5000
+    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
 
 
-@cases(
-    "default, best, dry, changes, line",
-    (1.2, (1.5, 1.21), False, True, "now the default"),
-    (1.2, (1.5, 1.19), False, False, "within the noise"),
-    (1.2, (1.5, None), False, False, "within the noise"),  # one prompt has no interval
-    (1.2, (1.1, 1.0), False, False, "already the default"),
-    (1.2, (1.5, 1.21), True, False, "dry=true"),
+@pytest.mark.parametrize(
+    ("default", "best", "dry", "changes", "line"),
+    [
+        (1.2, (1.5, 1.21), False, True, "now the default"),
+        (1.2, (1.5, 1.19), False, False, "within the noise"),
+        (1.2, (1.5, None), False, False, "within the noise"),  # one prompt has no interval
+        (1.2, (1.1, 1.0), False, False, "already the default"),
+        (1.2, (1.5, 1.21), True, False, "dry=true"),
+    ],
 )
 def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     tiny_base: TinyBase,
@@ -74,26 +84,28 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     speedups = dict(zip([candidate.name for candidate in candidates], [(default, default - 0.1), best], strict=True))
     assert line in keep_fastest(evaluation_with(speedups), candidates, config, dry)
     after = files_of(folder)
-    assert after.keys() - before.keys() == ({"grid.json"} if changes else set())
-    if changes:
-        before_it = json.loads(after["grid.json"])["default_before"]
-        assert before_it == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
+    assert after.keys() - before.keys() == (set() if dry else {"grid.json", "grid.png"})
     assert ({name: after[name] for name in before} == before) == (not changes)
     head = load_head(folder, base)
     assert head.confidence_threshold == (0.3 if changes else 0.9) and head.tree is not None
     assert head.tree.depth == (3 if changes else 2)
 
 
-@cases(
-    "setting, message",
-    ("grid.drafts=[0,4]", "grid.drafts.*3 positions"),
-    ("grid.confidence_threshold=[1.5]", "grid.confidence_threshold"),
-    ("grid.heads=[none]", "no head folder at none"),
-    ("grid.drafts=[2] drafter=head+prompt_lookup:4", "drafter"),
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("grid.drafts=[0,4]", "grid.drafts.*3 positions"),
+        ("grid.confidence_threshold=[1.5]", "grid.confidence_threshold"),
+        ("grid.drafts=[-1]", "grid.drafts"),
+        ("grid.heads=[none]", "no head folder at none"),
+        ("grid.drafts=[2] tree=chain:2", "tree"),
+        ("grid.drafts=[2] drafter=head+prompt_lookup:4", "drafter"),
+    ],
 )
 def test_bad_input(tiny_base: TinyBase, tmp_path: Path, setting: str, message: str) -> None:
     folder = saved_head(tiny_base(), tmp_path / "head", 1)
-    call_fails(f"^error: .*{message}", "eval", f"head={folder}", "suite=builtin", *setting.split())
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        call("eval", f"head={folder}", "suite=builtin", *setting.split())
 
 
 def test_candidates_that_a_head_cannot_draft_are_left_out(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafthead.commands.replay import own_tree_row, simulated_rows
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
+from drafthead.eval.trees.replay import own_row, rows_of
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -26,7 +26,7 @@ ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(5
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
 def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
-    table_rows = simulated_rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
+    table_rows = rows_of(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
     assert [r["draft"] for r in table_rows] == ["chain of 1", "chain of 3", "best tree of 4", "best tree of 16"]
     assert [r["nodes"] for r in table_rows] == [2, 4, 4, 16]
     tokens = [r["mean accepted length"] for r in table_rows]
@@ -75,9 +75,9 @@ def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pyte
     base = tiny_base()
     texts = [Answer.of([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
-    plain = own_tree_row(base, head, texts, Sampler())
+    plain = own_row(base, head, texts, Sampler())
     head.confidence_threshold = 0.999
-    row = own_tree_row(base, head, texts, Sampler())
+    row = own_row(base, head, texts, Sampler())
     assert row["predicted speedup"] is None and row["mean accepted length"] < plain["mean accepted length"]
     write_texts(tmp_path / "t.jsonl", texts)
     for threshold in (0.0, 0.25):

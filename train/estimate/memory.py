@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.models.base.base_model import meta_base
+from drafthead.models.heads.parts.attention_layer import HeadAttention
 from drafthead.models.heads.parts.losses import CHUNK_BYTES
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import AUTO, PRECISIONS, SHARD_MODES, checkpoint_activations
@@ -126,6 +127,16 @@ class Estimate:
             memory["gathered layers"] = GATHERED_LAYERS * max(sizes)
         return memory
 
+    def dense_masks(self, name: str) -> int:
+        """Return the bytes that masks [T, T] of packed rows would add in the phase ``name``; none are made."""
+        phase, windows, head = self.phases[name], self.base.windows, self.head
+        of_base = 1 if windows is None else len(set(windows.by_kind.values()))
+        attends = not head.reads_base or any(isinstance(module, HeadAttention) for module in head.modules())
+        of_token = (attends + head.attends) * self.precision.itemsize
+        if not phase.store_hidden_states:
+            of_token += of_base * self.base.dtype.itemsize
+        return phase.micro_batch_size * phase.seq_len**2 * of_token
+
     def _step(self, name: str, accumulates: bool) -> StepMemory:
         if (name, accumulates) not in self._steps:
             if self.trains_base:
@@ -169,6 +180,7 @@ def render(estimate: Estimate) -> Group:
         memory.add_row(purpose, *(size(bytes_by_purpose[purpose]) for bytes_by_purpose in by_phase))
     memory.add_section()
     memory.add_row("total", *(size(estimate.total(name)) for name in phases))
+    memory.add_row("not made: masks [T, T]", *(size(estimate.dense_masks(name)) for name in phases))
     modes = _table("total, by what is sharded", *phases)
     for mode in SHARD_MODES:
         modes.add_row(f"shard={mode}", *(size(estimate.total(name, mode)) for name in phases))

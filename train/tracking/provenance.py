@@ -15,10 +15,11 @@ from drafthead.system.machine import hardware, versions
 
 # Variables that change the results of a run; others may hold secrets.
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+MAX_DIFF_BYTES = 2_000_000  # a larger diff is cut, because it comes from data, not from code
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
-    """Write ``recipe.yaml`` and ``provenance.json``; return a warning for each that cannot be written."""
+    """Write ``recipe.yaml``, ``provenance.json`` and ``git.diff``; return a warning for each that cannot be written."""
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository is not that repository's commit.
     checkout = root if (root / ".git").exists() else None
@@ -34,12 +35,13 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     files: dict[str, Callable[[Path], None]] = {
         "recipe.yaml": lambda path: write_atomic(path, resolved_config_yaml),
         "provenance.json": lambda path: write_json(path, record),
+        "git.diff": lambda path: _write_diff(path, checkout),
     }
     warnings = []
     for name, write in files.items():
         try:
             write(folder / name)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             warnings.append(f"{folder / name} could not be written ({error}); the run continues without it")
     return warnings
 
@@ -63,3 +65,12 @@ def _git_state(checkout: Path) -> dict[str, Any]:
         "changed": [line[3:] for line in lines if not line.startswith("??")],
         "untracked": [line[3:] for line in lines if line.startswith("??")],
     }
+
+
+def _write_diff(path: Path, checkout: Path | None) -> None:
+    path.unlink(missing_ok=True)  # of an earlier start of this run
+    diff = _git(checkout, "diff", "HEAD") if checkout else ""
+    if len(diff) > MAX_DIFF_BYTES:
+        diff = diff[:MAX_DIFF_BYTES] + f"\n... cut: the diff has {len(diff):,} characters\n"
+    if diff:
+        write_atomic(path, diff)

@@ -7,7 +7,7 @@ A checkpoint is the folder ``step-0000123``::
     rng.safetensors         random states of torch and its accelerators on every rank, such as ``rank.0.torch``
     state.json              progress, manifests of the corpora, and the sha256 of every other file and of itself
 
-Nothing is ever unpickled.
+``best`` is a link to the checkpoint with the largest ``score`` in its progress. Nothing is ever unpickled.
 """
 
 import json
@@ -37,6 +37,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.devices import rng_states, set_rng_states
 
 HEAD, OPTIMIZER, RNG, STATE = "head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+BEST = "best"
 FORMAT, READ_FORMATS = 3, (2, 3)  # 2 (drafthead 0.3.0) has more in ``state.json``, which is not read
 
 
@@ -78,8 +79,8 @@ def save_checkpoint(
     """Write the checkpoint ``folder/step-<step>`` and return its path. Call this on one process only. ``state`` is the
     progress in JSON values; its ``score``, if any, decides which checkpoint is the best. ``head`` and ``optimizer`` are
     what ``full_state_dict`` returns, ``rng`` has the ``capture_rng`` of each process by rank. All but the newest
-    ``keep`` checkpoints and the best one are removed. Checkpoints of later steps are also removed: since the run did
-    not resume from them, they are damaged or belong to an earlier run."""
+    ``keep`` checkpoints and the best one are removed, and the link ``best`` is updated. Checkpoints of later steps are
+    also removed: since the run did not resume from them, they are damaged or belong to an earlier run."""
     by_rank = {f"rank.{rank}.{name}": t for rank, states in enumerate(rng) for name, t in states.items()}
     contents = {HEAD: dict(head), OPTIMIZER: dict(optimizer), RNG: by_rank}
     size = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
@@ -191,7 +192,7 @@ def saved_state(path: Path) -> dict[str, Any]:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all checkpoints but ``newest``, the ``keep`` - 1 before it and the best."""
+    """Remove all checkpoints but ``newest``, the ``keep`` - 1 before it and the best; update the link ``best``."""
     paths = checkpoints(folder)
     index = paths.index(newest)
     best = best_of(paths[: index + 1])
@@ -199,9 +200,22 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
         if path != best:
             # Rename first: a kill in the middle of rmtree must not leave a folder that looks like a checkpoint.
             path.rename(folder / f".replaced.{path.name}")
+    link = folder / BEST
+    if link.is_dir() and not link.is_symlink():  # the run was copied by a program that follows links
+        link.rename(folder / f".replaced.{BEST}.copy")
+    if best is None:
+        link.unlink(missing_ok=True)
+    else:  # replaced atomically
+        tmp_path = folder / f".replaced.{BEST}"
+        tmp_path.unlink(missing_ok=True)
+        tmp_path.symlink_to(best.name)
+        tmp_path.replace(link)
     _remove_leftovers(folder)
 
 
 def _remove_leftovers(folder: Path) -> None:
     for path in (*folder.glob(".writing.*"), *folder.glob(".replaced.*")):
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)

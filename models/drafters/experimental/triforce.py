@@ -106,6 +106,8 @@ class TriForce(VerticalCascade):
         if budget < max(2, 2 * self.policy.size):
             what = f"a budget of {budget} positions is too small for {policy}"
             raise UserError(f"{what}; give at least {max(2, 2 * self.policy.size)}")
+        if refresh < 1:
+            raise UserError(f"refresh must be at least 1 token, got {refresh}")
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.budget, self.policy, self.refresh)

@@ -1,4 +1,4 @@
-"""accelerate's settings: mixed precision is followed, others are rejected by name."""
+"""accelerate's settings: each is followed, has no effect, or is rejected by name."""
 
 import os
 import subprocess
@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from drafthead.train.distributed.launcher import follow_launcher, with_launcher_settings
+from drafthead.errors import UserError
+from drafthead.train.distributed.launcher import FSDP, NO_EFFECT, follow_launcher, with_launcher_settings
 from drafthead.train.distributed.sharding import ShardConfig
 from drafthead.train.trainer.trainer import Trainer
-from support import cases, refuses
 
 LAUNCH = Path(__file__).parents[3] / "recipes" / "launch"
 NONE, FULL = ShardConfig(), ShardConfig(mode="full")
@@ -28,50 +29,95 @@ def launched(*flags: str) -> dict[str, str]:
     return environment
 
 
-@cases(
-    "flags, shard, expected",
-    ("", NONE, NONE),  # accelerate writes a default for every setting
-    ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
-    ("--mixed_precision bf16", FULL, replace(FULL, precision="bfloat16")),
+def test_every_setting_of_the_plugin_has_a_rule() -> None:
+    """A setting without a rule would be rejected as unknown."""
+    keys = {key for key in launched("--use_fsdp", "--fsdp_version", "2") if key.startswith("FSDP_")}
+    assert keys and {key.removeprefix("FSDP_") for key in keys} <= {*FSDP, *NO_EFFECT}
+
+
+@pytest.mark.parametrize(
+    ("flags", "shard", "expected"),
+    [
+        ("", NONE, NONE),  # accelerate writes a default for every setting
+        ("--use_fsdp", NONE, FULL),
+        ("--use_fsdp --fsdp_version 2", NONE, FULL),
+        ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
+        ("--use_fsdp", FULL, FULL),
+        ("--use_fsdp --fsdp_sharding_strategy HYBRID_SHARD", NONE, replace(FULL, hybrid=True)),
+        ("--use_fsdp --fsdp_sharding_strategy 4", NONE, replace(FULL, hybrid=True)),
+        ("--use_fsdp --fsdp_sharding_strategy NO_SHARD", ShardConfig(mode="head"), ShardConfig(mode="head")),
+        ("--use_fsdp --fsdp_offload_params true", NONE, replace(FULL, offload_base=True)),
+        ("--use_fsdp --fsdp_activation_checkpointing true", NONE, replace(FULL, checkpointing=True)),
+        ("--use_fsdp --fsdp_state_dict_type FULL_STATE_DICT", NONE, FULL),
+        ("--use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP", NONE, FULL),
+        ("--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", NONE, FULL),  # v1's alone
+    ],
 )
 def test_followed_settings(flags: str, shard: ShardConfig, expected: ShardConfig) -> None:
     assert with_launcher_settings(launched(*flags.split()), shard) == expected
 
 
-@cases(
-    "given, message",
-    ("--mixed_precision fp16", "mixed_precision=fp16"),
-    ("--use_fsdp --fsdp_version 2", "FSDP.* shard=full"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed.* shard=full"),
-    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
-    ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config.* shard.hybrid=true"),
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--mixed_precision fp16", "mixed_precision=fp16"),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP"),
+        ("--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false", "fsdp_reshard_after_forward=FALSE"),
+        ("--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP", "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"),
+        ("--use_fsdp --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", "fsdp_transformer_layer_cls_to_wrap"),
+        ("--use_fsdp --fsdp_state_dict_type SHARDED_STATE_DICT", "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
+        ("--use_fsdp --fsdp_backward_prefetch BACKWARD_POST", "fsdp_backward_prefetch=BACKWARD_POST"),
+        (
+            "--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
+            "fsdp_activation_checkpointing_offload=TRUE",
+        ),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, "fsdp_sorcery=7"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed.* shard=full"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config.* shard.hybrid=true"),
+    ],
 )
 def test_rejected_settings(given: str | dict[str, str], message: str) -> None:
     """Flags of ``accelerate launch``, and variables that it or another launcher may set."""
-    refuses(message, with_launcher_settings, launched(*given.split()) if isinstance(given, str) else given, NONE)
+    with pytest.raises(UserError, match=message):
+        with_launcher_settings(launched(*given.split()) if isinstance(given, str) else given, NONE)
 
 
-def test_accelerate_does_not_apply_the_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in launched("--mixed_precision", "bf16").items():
+def test_a_recipe_that_says_otherwise() -> None:
+    with pytest.raises(UserError, match="shard.mode=head.*without --use_fsdp"):
+        with_launcher_settings(launched("--use_fsdp"), ShardConfig(mode="head"))
+
+
+def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It treats processes other than the first as not having read the weights."""
+    from transformers.distributed import fsdp
+
+    for key, value in launched("--use_fsdp", "--mixed_precision", "bf16").items():
         monkeypatch.setenv(key, value)
-    assert follow_launcher(NONE) == replace(NONE, precision="bfloat16")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    enabled = fsdp.is_fsdp_enabled()
+    settings = follow_launcher(NONE)
+    enabled_after = fsdp.is_fsdp_enabled()
+    torch.distributed.destroy_process_group()
+    assert enabled and not enabled_after and settings == replace(FULL, precision="bfloat16")
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
 def test_corpora_that_differ_between_nodes_are_refused() -> None:
     two: Any = SimpleNamespace(processes=SimpleNamespace(gather=lambda digest: [digest, "abc"]))
     Trainer._check_common(two, "distill", "abc")
-    refuses("rows of phase distill.*per_node_data", Trainer._check_common, two, "distill", "def")
+    with pytest.raises(UserError, match="rows of phase distill.*per_node_data"):
+        Trainer._check_common(two, "distill", "def")
 
 
-@pytest.mark.parametrize("name", ["gpus", "nodes"])
-def test_the_configurations_that_come_along(name: str) -> None:
+@pytest.mark.parametrize(("name", "wanted"), [("gpus", NONE), ("fsdp", FULL), ("nodes", NONE)])
+def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> None:
     machines = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "1", "--main_process_ip", "host"]
     given = ["--config_file", str(LAUNCH / f"{name}.yaml"), *(machines if name == "nodes" else []), "x.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     arguments.main_process_port = 12345
     environment = prepare_multi_gpu_env(arguments)
-    assert with_launcher_settings(environment, NONE) == replace(NONE, precision="bfloat16")
+    assert with_launcher_settings(environment, NONE) == replace(wanted, precision="bfloat16")
     if name == "nodes":
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
         assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "host:12345")

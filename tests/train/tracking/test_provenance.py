@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import drafthead
-from drafthead.train.tracking.provenance import write_provenance
+from drafthead.train.tracking.provenance import MAX_DIFF_BYTES, write_provenance
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -38,7 +38,7 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "provenance.json").read_text())
 
 
-def test_a_changed_checkout_leaves_its_commit_and_changes(tmp_path: Path, checkout: Path) -> None:
+def test_a_changed_checkout_leaves_commit_and_diff(tmp_path: Path, checkout: Path) -> None:
     head = commit(checkout)
     (checkout / "model.py").write_text("two\n")
     (checkout / "new.py").touch()
@@ -46,6 +46,11 @@ def test_a_changed_checkout_leaves_its_commit_and_changes(tmp_path: Path, checko
     assert write_provenance(out, "lr: 0.001\n") == []
     assert (out / "recipe.yaml").read_text() == "lr: 0.001\n"
     assert record(out)["git"] == {"commit": head, "changed": ["model.py"], "untracked": ["new.py"]}
+    diff = (out / "git.diff").read_text()
+    assert "-one" in diff and "+two" in diff
+    commit(checkout)
+    assert write_provenance(out, "") == []
+    assert not (out / "git.diff").exists(), "an earlier start's"
 
 
 def test_code_that_is_no_repository_is_not_mistaken_for_the_one_around_it(tmp_path: Path, checkout: Path) -> None:
@@ -53,7 +58,7 @@ def test_code_that_is_no_repository_is_not_mistaken_for_the_one_around_it(tmp_pa
     commit(tmp_path)
     out = tmp_path / "run"
     assert write_provenance(out, "") == []
-    assert record(out)["git"] is None
+    assert record(out)["git"] is None and not (out / "git.diff").exists()
 
 
 def test_versions_and_command_are_stored_and_secrets_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +74,24 @@ def test_versions_and_command_are_stored_and_secrets_are_not(tmp_path: Path, mon
     assert recorded["environment"]["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_huge_diff_is_cut(tmp_path: Path, checkout: Path) -> None:
+    commit(checkout)
+    (checkout / "model.py").write_text("x" * (MAX_DIFF_BYTES + 1000))
+    write_provenance(tmp_path / "run", "")
+    diff = (tmp_path / "run" / "git.diff").read_text()
+    assert len(diff) < MAX_DIFF_BYTES + 100 and "cut: the diff has 2,00" in diff
+
+
 def test_a_folder_that_cannot_be_written_never_fails_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     warnings = write_provenance(tmp_path / "file" / "run", "")
-    assert len(warnings) == 2
+    assert len(warnings) == 3
     assert "recipe.yaml could not be written" in warnings[0]
 
 
 def test_without_git_installed(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(checkout)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert write_provenance(tmp_path / "run", "") == []
+    (warning,) = write_provenance(tmp_path / "run", "")
+    assert "git.diff could not be written" in warning
     assert "FileNotFoundError" in record(tmp_path / "run")["git"]["error"]

@@ -11,7 +11,7 @@ from torch import nn
 from drafthead.errors import UserError
 from drafthead.train.distributed.sharding import full_state_dict
 from drafthead.train.trainer.checkpoint import capture_rng, load_best, load_latest, restore_rng, save_checkpoint
-from support import cases, flip, refuses
+from support import flip
 
 STATE = {"phase": 1, "losses": [0.1, None, 1 / 3], "score": None}
 
@@ -71,15 +71,18 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     run = Run()
     for step in (1, 2):
         flip(run.save(tmp_path, step) / "head.safetensors")
-    refuses("every checkpoint .*step-0000002.*step-0000001", load_latest, tmp_path)
+    with pytest.raises(UserError, match="every checkpoint .*step-0000002.*step-0000001"):
+        load_latest(tmp_path)
 
 
-@cases(
-    "saved, remaining",
-    ([1, 2, 9, 10, 11], [10, 11]),
-    ([5, 100, 10], [5, 10]),  # later steps belong to another run
-    ([9_999_999, 10_000_000], [9_999_999, 10_000_000]),  # names sort as numbers
-    ([4, 4], [4]),
+@pytest.mark.parametrize(
+    ("saved", "remaining"),
+    [
+        ([1, 2, 9, 10, 11], [10, 11]),
+        ([5, 100, 10], [5, 10]),  # later steps belong to another run
+        ([9_999_999, 10_000_000], [9_999_999, 10_000_000]),  # names sort as numbers
+        ([4, 4], [4]),
+    ],
 )
 def test_the_newest_are_kept(tmp_path: Path, saved: list[int], remaining: list[int]) -> None:
     assert load_latest(tmp_path / "absent") is None and load_latest(tmp_path) is None
@@ -102,17 +105,17 @@ def test_no_pickle_is_written(tmp_path: Path) -> None:
     assert all(not zipfile.is_zipfile(p) and not p.read_bytes().startswith(b"\x80") for p in path.iterdir())
 
 
-def test_the_best_is_kept(tmp_path: Path) -> None:
+def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
     run = Run()
     for step, score in ((1, 1.2), (2, 1.5), (3, None), (4, 1.4), (5, 1.5), (6, 1.1)):
         run.save(tmp_path, step, keep=1, score=score)
         if step == 4:
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000002", "step-0000004"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000005", "step-0000006"]
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000002", "step-0000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-0000005", "step-0000006"]
+    assert (tmp_path / "best").resolve().name == "step-0000005", "the later one of equals"
     best, latest = load_best(tmp_path), load_latest(tmp_path)
-    assert (best.state["score"], best.path.name, latest.path.name) == (1.5, "step-0000005", "step-0000006"), (
-        "the later one of equals"
-    )
+    assert best is not None and latest is not None
+    assert (best.state["score"], best.path.name, latest.path.name) == (1.5, "step-0000005", "step-0000006")
 
 
 @pytest.mark.usefixtures("full_disk")
