@@ -194,7 +194,7 @@ def fitted_head(base: BaseModel, answers: Sequence[list[int]]) -> Eagle3Head:
     ids = torch.tensor(sorted([*used, *islice(others, 1024 - len(used))]))
     torch.manual_seed(0)
     sizes = {"num_draft_tokens": 3, "ttt_steps": 3, "draft_vocab_size": 1024}
-    # Drafts in float32, as the engine computes them: this CPU may draft faster in int8.
+    # Drafts in float32, as an engine's: ``auto`` may draft in int8 on this CPU.
     head = Eagle3Config(**sizes, own_lm_head=False, draft_dtype=None).build(base, ids)
     return fitted(head, TrainBatch.of(answers, 0, 0), STEPS, lr=2e-3)
 

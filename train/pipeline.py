@@ -411,6 +411,7 @@ def evaluate(context: RunContext) -> None:
         raise UserError(f"{context.folder / CALIBRATION} is missing or does not fit; run stages=[tree,evaluate]")
     costs, calibration = calibrated
     head.tree = calibration.tree
+    log = read_json_lines(context.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {suite_label(config.suite)}"):
         drafter, draft_config = config.build(head.base_model, head, config.draft_config(head))
         evaluation = evaluate_drafter(
@@ -423,12 +424,12 @@ def evaluate(context: RunContext) -> None:
             head=head,
             calibration=calibration,
             costs=costs,
-            training_log=read_json_lines(context.folder / "metrics.jsonl"),
+            training_log=log,
             development=context.development_answers,
             training_data=context.agreement,
         )
     display.console.print(console_table(evaluation))
-    for line in console_lines(evaluation):
+    for line in console_lines(evaluation, log):
         display.line(line)
     context.tracker.finish(evaluation)
     if config.sampler.greedy:

@@ -84,6 +84,7 @@ def main(config: EvalRunConfig) -> None:
             costs = measure_costs(
                 base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
             )
+        training_log = read_json_lines(default / "metrics.jsonl")
         with display.stage(f"evaluation: {config.suite}"):
             result = evaluate(
                 base,
@@ -95,11 +96,11 @@ def main(config: EvalRunConfig) -> None:
                 head=head,
                 candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
                 costs=costs,
-                training_log=read_json_lines(default / "metrics.jsonl"),
+                training_log=training_log,
             )
         write_atomic(folder / "results.md", markdown_table(result))
         display.console.print(console_table(result))
-        for line in console_lines(result):
+        for line in console_lines(result, training_log):
             display.line(line)
         if candidates:
             display.line(keep_fastest(result, candidates, config, config.dry))

@@ -173,7 +173,7 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
     return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
 
 
-def console_lines(evaluation: dict[str, Any]) -> list[str]:
+def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -187,6 +187,12 @@ def console_lines(evaluation: dict[str, Any]) -> list[str]:
         f"{' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
     lines += [*span_lines(evaluation), *forecast_lines(evaluation)]
+    held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
+    if held_out:
+        depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])
+        accuracy = [number(held_out[-1][f"held_out_accept_{k}"]) for k in range(1, depth + 1)]
+        shown = accuracy[0] if depth > 1 and len(set(accuracy)) == 1 else " ".join(accuracy)
+        lines.append(f"top-1 accuracy by draft position on held-out answers, given the right tokens before: {shown}")
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]

@@ -16,14 +16,13 @@ from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseMod
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
-READ_LOGITS_ONLY = {
-    getattr(logits_process, name)
-    for name in (
-        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper "
-        "TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization "
-        "SuppressTokensLogitsProcessor"
-    ).split()
-}  # not the tokens so far
+READ_LOGITS_ONLY = (  # not the tokens so far
+    *(logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper),
+    *(logits_process.TopPLogitsWarper, logits_process.TopHLogitsWarper, logits_process.MinPLogitsWarper),
+    *(logits_process.TypicalLogitsWarper, logits_process.EpsilonLogitsWarper, logits_process.EtaLogitsWarper),
+    *(logits_process.InfNanRemoveLogitsProcessor, logits_process.LogitNormalization),
+    logits_process.SuppressTokensLogitsProcessor,
+)
 WITH_STATE = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 """transformers' own processors whose results depend on earlier calls."""
 

@@ -183,7 +183,7 @@ def test_disk() -> None:
     "name", ["eagle3_llama3", "hydra_pp_vicuna_7b", pytest.param("dspark_qwen3_8b", marks=pytest.mark.slow)]
 )
 def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str) -> None:
-    """One document fills the row; no mask of all pairs of tokens is made."""
+    """One document fills the row; masks of all pairs of tokens would add what ``mode=estimate`` says."""
     lengths, plans = (2048, 4096, 8192), []
     for length in lengths:
         changes = {"seq_len": length, "micro_batch_size": 1, "store_hidden_states": False}
@@ -191,6 +191,8 @@ def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str
     (phase,) = plans[0].phases
     short, middle, long = (plan.steps()[phase].loss for plan in plans)
     assert long - middle < 2.3 * (middle - short)
+    dense = 8192**2 * (2 + 4 * (1 + plans[0].head.attends))
+    assert plans[-1].dense_masks(phase) == dense
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:

@@ -231,7 +231,7 @@ class AnswerGenerator:
             for name in (PROMPTS, local.MANIFEST_NAME):  # without answers they must not bind the next try
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
-                f"no prompt fits data.answers.max_prompt_tokens={self.config.max_prompt_tokens}; raise it or add more"
+                f"no prompt is within data.answers.max_prompt_tokens={self.config.max_prompt_tokens}; raise it"
             )
         missing = [number for number, _ in self.prompts.missing(store)]
         if missing:

