@@ -5,7 +5,7 @@
 
 speculators takes hidden states from a vLLM server. Here stock transformers computes the same ones, in bfloat16: the
 inputs of three layers, and the last layer's output before the final norm, which speculators applies itself. Its trainer
-wants an accelerator, so ``train`` replaces the device and nothing else. A CPU also needs ``--draft-attn-impl sdpa``
+wants an accelerator, so ``train`` replaces the device and the validation, and nothing else. A CPU also needs ``--draft-attn-impl sdpa``
 (flex attention has no backward pass there), ``--loss-implementation eager`` (no Triton) and ``--num-workers 0``.
 """
 
@@ -43,6 +43,12 @@ def write_states(base: str, train: str, held_out: str, out: str) -> None:
         save_file(values, folder / f"hs_{number}.safetensors")
 
 
+def _end_after_last_step(trainer: Any, epoch: int) -> None:
+    """Replace the validation, which heads are not compared by. --max-steps ends an epoch, but not the run."""
+    if trainer.global_step >= trainer.config.max_steps:
+        raise SystemExit
+
+
 def train(flags: list[str]) -> None:
     """Run `speculators train` on the CPU."""
     torch.accelerator.synchronize = lambda *args, **kwargs: None
@@ -50,6 +56,7 @@ def train(flags: list[str]) -> None:
     from speculators.train.config import TrainConfig
 
     trainer.get_local_rank = lambda: "cpu"  # the trainer calls .to() with it
+    trainer.Trainer.val_epoch = _end_after_last_step
     init = trainer.Trainer.__init__
 
     def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:

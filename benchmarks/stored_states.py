@@ -28,6 +28,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.system.display import Display
 from drafthead.train.config import composed
 from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.original_base import OriginalBase
 
 CASES = {"one process": (1, 1), "two processes": (2, 1), "one process, all threads": (1, os.cpu_count() or 1)}
 """Number of processes, and of threads of each."""
@@ -41,7 +42,7 @@ def worker(folder: Path, overrides: list[str], tokens: int) -> float:
         group = ProcessGroup(rank, size, dist.barrier)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = composed([*overrides, f"data.folder={folder}", f"data.text.max_tokens={tokens}"])
-    corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, Display(enabled=False), group)
+    corpora = Corpora(OriginalBase.of(BaseModel.load(run.base)), run.data, run.seed, Display(enabled=False), group)
     documents = corpora.text_rows(512).documents
     states = corpora.states("text", documents, HiddenStatesSpec())
     group.wait()

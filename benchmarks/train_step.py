@@ -44,6 +44,7 @@ from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.hours import GPUS, untrained_head
 from drafthead.train.estimate.memory import Estimate, size
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import StepResult, train_step
@@ -109,7 +110,7 @@ class Bench:
         self.head = untrained_head(run, self.base)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
-        self.data = PhaseData(rows, self.base, self.head.spec)
+        self.data = PhaseData(rows, OriginalBase.of(self.base), self.head.spec)
         if self.phase.store_hidden_states:
             self.data.store(RandomStates(folder, rows.documents, self.head), range(len(rows)))
         sharding.shard(self.head.train())

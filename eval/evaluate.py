@@ -30,7 +30,8 @@ from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import finite, write_json
-from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.generation_settings import CHANGE_TEXT, changed_settings
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
@@ -177,7 +178,7 @@ def _settings(
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
     if not lossless:
         rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
-    ignored = base.ignored_settings([key for key in CHANGE_TEXT if key != "repetition_penalty"])
+    ignored = changed_settings(base.generation_config, [key for key in CHANGE_TEXT if key != "repetition_penalty"])
     tree = _tree_json(draft_config) | {"spec": config.tree}
     if isinstance(drafter, CombinedDrafter):
         parts = zip(drafter.names, drafter.draft_configs(draft_config), strict=True)

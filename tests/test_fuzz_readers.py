@@ -49,6 +49,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.corpora.corpus_config import AnswersConfig
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
@@ -150,7 +151,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = AnswersConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), Said()).prompts.conversations
+    return AnswerGenerator(OriginalBase.of(base()), config, 0, folder, ProcessGroup(), Said()).prompts.conversations
 
 
 @cache

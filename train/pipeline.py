@@ -31,8 +31,10 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import text_ranks
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
-from drafthead.models.base.base_config import ADAPTER
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.base_config import ADAPTER, BaseConfig
+from drafthead.models.base.base_model import BaseModel, restore_kernels
+from drafthead.models.base.layers import drop_views
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
@@ -45,8 +47,8 @@ from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out
 from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
-from drafthead.train.distributed.sharding import is_sharded
 from drafthead.train.estimate.duration import StageDurations
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.preflight import preflight
 from drafthead.train.publish.card import contents, serving_lines, write_card
 from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, SUITE, TRANSCRIPTS, open_folder
@@ -68,68 +70,68 @@ class RunContext:
         self.run, self.launch, self.display = run, launch, launch.display
         self.folder = Path(run.out)
         self.head_folder, self.checkpoints = self.folder / "head", self.folder / "checkpoints"
+        self.is_trained = False  # the stage train has ended in this process
 
     @cached_property
     def corpora(self) -> Corpora:  # with the original base, which is loaded on first use
         run, launch = self.run, self.launch
-        base = self._load_base(sharded=self.reads_shards)
-        run.head_config().check_layers(base.num_layers)  # before hours of generation
+        run.head_config().check_layers(self.original.parts.num_layers)  # before hours of generation
         is_shared = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
         longest = run.answer_row_length
         own = run.eval.suite.startswith(OWN)
-        corpora = Corpora(base, run.data, run.seed, self.display, group, states, longest, own)
-        if self.reads_shards and launch.processes.all_reduce_max(int(not corpora.is_complete)):
-            corpora.base = self._load_base(sharded=False)  # every process answers prompts of its own
-        return corpora
+        return Corpora(self.original, run.data, run.seed, self.display, group, states, longest, own)
+
+    @cached_property
+    def original(self) -> OriginalBase:
+        return OriginalBase(
+            self._read_parts, self._load_base, shares=self.launch.sharding.shards_base and self.drops_layers
+        )
 
     @property
-    def reads_shards(self) -> bool:
-        """True if each process reads only its share of the base's layers to train; nothing else may need the layers."""
-        run, head = self.run, self.run.head_config()
-        if not (self.launch.sharding.shards_base and "train" in run.stages and run.base.has_whole_tensors):
-            return False
-        return not (head.needs_layers or head.starts_from_layers or run.init_from)
+    def drops_layers(self) -> bool:
+        """True if the head can be trained without the base's layers, once hidden states are stored."""
+        return not (self.run.head_config().needs_layers or self.run.init_from)
+
+    def _base_config(self, sharded: bool) -> BaseConfig:
+        # A base that is or will be sharded has no packed weights, because they are not parameters.
+        will_be = self.launch.sharding.shards_base and "train" in self.run.stages and not self.is_trained
+        return replace(self.run.base, prepack=self.run.base.prepack and not (sharded or will_be))
+
+    def _read_parts(self) -> BaseParts | BaseModel:
+        config, device = self._base_config(sharded=False), self.launch.accelerator.device
+        parts = BaseParts.of_checkpoint(config, device, self.display.line)
+        # The first load on a machine times kernels, and hidden states depend on the choice.
+        return parts if restore_kernels(parts) else self._load_base(sharded=False)
 
     def _load_base(self, sharded: bool) -> BaseModel:
-        run, sharding, device = self.run, self.launch.sharding, self.launch.accelerator.device
-        with self.display.stage(f"base model {run.base.name or 'random'}"):
-            # A sharded base has no packed weights, because they are not parameters.
-            packs = run.base.prepack and not (sharding.shards_base and "train" in run.stages)
-            shard = sharding.shard_layers if sharded else None
-            base = BaseModel.load(replace(run.base, prepack=packs), device, self.display.line, shard)
+        config, sharding, device = self._base_config(sharded), self.launch.sharding, self.launch.accelerator.device
+        reads_shares = sharded and config.has_whole_tensors
+        with self.display.stage(f"base model {config.name or 'random'}"):
+            try:
+                base = BaseModel.load(
+                    config, device, self.display.line, sharding.shard_layers if reads_shares else None
+                )
+            except torch.OutOfMemoryError:
+                if not self.is_trained:
+                    raise
+                what = f"the head is trained, but the whole base does not fit {device}"
+                raise UserError(f"{what}; run later stages on a larger device") from None
+            if sharded and not reads_shares:
+                sharding.shard_layers(base.model.model)
+                drop_views(base)
             if base.kernels is not None:
                 self.display.line(f"   fastest matrix products here, by number of rows: {base.kernels}")
         return base
 
-    def shard_base(self) -> None:
-        """Replace a whole base, which has answered prompts, by one of which this process reads only its share."""
-        if self.reads_shards and not is_sharded(self.corpora.base):
-            del self.corpora.base
-            self.corpora.base = self._load_base(sharded=True)
-
-    def gather_base(self) -> None:
-        """Replace the sharded base by a whole one, on the main process after the training."""
-        if not is_sharded(self.corpora.base):
-            return
-        device = self.launch.accelerator.device
-        del self.corpora.base
-        try:
-            self.corpora.base = BaseModel.load(self.run.base, device)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"the head is trained, but the whole base does not fit {device}; run later stages on a larger device"
-            ) from None
-
     @cached_property
     def base(self) -> BaseModel:
         """The base that the trained head drafts for: the original base, with the adapter if the run trained one."""
-        self.gather_base()
         if not self.run.trains_base:
-            return self.corpora.base
+            return self.original.whole()
         config = replace(self.run.base, adapter=str(self.head_folder / ADAPTER))
-        return BaseModel.load(config, self.corpora.base.device)
+        return BaseModel.load(config, self.original.parts.device)
 
     @cached_property
     def tracker(self) -> Tracker:  # of the main process
@@ -173,16 +175,20 @@ class RunContext:
         path = self.folder / TRANSCRIPTS
         return agreement_line(read_json(path)) if path.exists() else None
 
-    def new_head(self) -> DraftHead:
-        """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new."""
-        config, base = self.run.head_config(), self.corpora.base
+    def new_head(self, start: bool = True) -> DraftHead:
+        """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new. With
+        ``start`` false, layers of the base are not copied, because the caller loads trained weights."""
+        config, original = self.run.head_config(), self.original
+        base = original.parts if self.drops_layers else original.for_states()
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
             head.tree = None
             return head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
-        head = config.build(base, d2t)
+        head = config.build(base, d2t, start=False)
+        if start and config.starts_from_layers:
+            head.load_state_dict(config.build(original.whole(), d2t).state_dict())
         if self.run.trains_base:
             head.train_base(now=False)
         return head
@@ -220,8 +226,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 def corpora(context: RunContext) -> None:
     """Make the answers or transcripts, and pack text into rows unless it is streamed. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
-    if context.launch.is_main or is_sharded(corpora.base):  # processes run a sharded base together
-        durations = StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table()
+    if not corpora.is_complete and context.launch.is_main:
+        durations = StageDurations(run, context.original.whole(), context.launch.accelerator.num_processes).table()
         display.console.print(durations)
     with unchanged_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats()
@@ -247,11 +253,10 @@ def train(context: RunContext) -> None:
     run, launch, corpora = context.run, context.launch, context.corpora
     tracker = context.tracker if launch.is_main else None
     corpora.answers()
-    context.shard_base()
     if launch.is_main and corpora.agreement is not None:
         write_json(context.folder / TRANSCRIPTS, corpora.agreement)
     set_seed(run.seed)
-    head = context.new_head()
+    head = context.new_head(start=checkpoint.load_latest(context.checkpoints) is None)
     if len(head.d2t) < head.vocab_size:
         counts = corpora.answers().token_counts(head.vocab_size, corpora.measures)
         share = 100 * counts[head.d2t.cpu().numpy()].sum() / counts.sum()
@@ -276,9 +281,7 @@ def train(context: RunContext) -> None:
     launch.sharding.close()
     if not launch.is_main:
         return
-    corpora.group = ProcessGroup()  # the main process continues alone
-    if not context.reads_shards:
-        context.gather_base()
+    corpora.group, context.is_trained = ProcessGroup(), True  # the main process continues alone
     save_training_plots(read_json_lines(context.folder / "metrics.jsonl"), context.folder / "plots")
     _save_trained_head(context)
     if run.init_from is not None:
@@ -326,7 +329,7 @@ def _save_trained_head(context: RunContext) -> None:
             context.display.line(f"   the weights are the best ones: {score}")
         else:
             context.display.line(f"   {best.path} has better weights ({score}); checkpoint.final=best takes them")
-    head = context.new_head()
+    head = context.new_head(start=False)
     checkpoint.load_weights(head, chosen)
     head.save_pretrained(context.head_folder)
 
@@ -348,9 +351,8 @@ def quality(context: RunContext) -> None:
         text = unseen_text(corpora, run.phases)
         if text is not None:
             rows_by_name = {"text": text, **rows_by_name}
-        comparisons = {
-            name: compare_bases(corpora.base, context.base, batches(name, rows)) for name, rows in rows_by_name.items()
-        }
+        bases = context.original.whole(), context.base
+        comparisons = {name: compare_bases(*bases, batches(name, rows)) for name, rows in rows_by_name.items()}
         result = check_quality(comparisons, run.quality_limits)
         for folder in (context.folder, context.head_folder):
             write_json(folder / QUALITY, result)
@@ -399,7 +401,8 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     if context.development_answers is not None:
         return text_ranks(head, context.development_answers)
     is_cached = any(phase.store_hidden_states for phase in run.phases.values())  # then also the held-out answers
-    held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, head.base_model)
+    trained = OriginalBase.of(head.base_model) if run.trains_base else None
+    held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, trained)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 
 

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ _STATES, _MARKS = "states.bin", "marks.bin"
 
 
 class StoredStates:
-    """Hidden states of documents in one memory-mapped file, which several processes and runs can fill. The file is
+    """Hidden states of documents in one file, which several processes and runs can fill. The file is
     sparse: documents that are not filled take no space. A document's checksum is written after its states, and compared
     when a process first reads it. This detects documents that a kill, a power failure or a bad disk has damaged."""
 
@@ -41,10 +41,8 @@ class StoredStates:
                         with (folder / name).open("wb") as file:
                             file.truncate(size)
                     write_manifest(folder, {**manifest, "store": sizes})
-        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
-        self._stored = _map(folder, _STATES, np.int16, (tokens, width))
-        self._values = torch.from_numpy(self._stored).view(self._dtype)
-        self._marks = _map(folder, _MARKS, np.uint32, (count,), "r")  # checksum per document; 0: not filled
+        self._states = _of_size(folder, _STATES, tokens * self._token_bytes)
+        self._marks = np.memmap(_of_size(folder, _MARKS, 4 * count), np.uint32, "r")  # per document; 0: not filled
         self._checked = np.zeros(count, dtype=np.bool_)
 
     @property
@@ -73,22 +71,26 @@ class StoredStates:
             self._mark(documents, [_checksum(data) for data in stored])
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:
-        """Return the states [T, width] of each document as views of the file, which are not to be changed. A missing or
-        damaged document raises a ``UserError``. A damaged one counts as missing from then on."""
-        for document in documents:
-            if not self._marks[document]:
-                what = f"document {document} of {self.folder} has no hidden states yet"
-                raise UserError(f"{what}; give the same command again to compute them")
-            if not self._checked[document]:
-                if _checksum(self._stored[self._span(document)]) != self._marks[document]:
-                    self._mark([document], [0])
-                    what = f"document {document} of {self.folder} does not match its checksum"
-                    raise UserError(f"{what}; give the same command again to recompute it")
-                self._checked[document] = True
-        return [self._values[self._span(document)] for document in documents]
-
-    def _span(self, document: int) -> slice:
-        return slice(int(self._offsets[document]), int(self._offsets[document + 1]))
+        """Return the states [T, width] of each document. A missing or damaged document raises a ``UserError``. A
+        damaged one counts as missing from then on."""
+        result = []
+        with self._states.open("rb") as file:  # a map would count all that was read as this process's memory
+            for document in documents:
+                if not self._marks[document]:
+                    what = f"document {document} of {self.folder} has no hidden states yet"
+                    raise UserError(f"{what}; give the same command again to compute them")
+                tokens = int(self._offsets[document + 1] - self._offsets[document])
+                data = np.empty((tokens, self.width), np.int16)  # numpy has no bfloat16
+                file.seek(int(self._offsets[document]) * self._token_bytes)
+                complete = file.readinto(data.data) == data.nbytes
+                if not self._checked[document]:
+                    if not complete or _checksum(data) != self._marks[document]:
+                        self._mark([document], [0])
+                        what = f"document {document} of {self.folder} does not match its checksum"
+                        raise UserError(f"{what}; give the same command again to recompute it")
+                    self._checked[document] = True
+                result.append(torch.from_numpy(data).view(self._dtype))
+        return result
 
     def _rounded(self, values: Tensor) -> npt.NDArray[np.int16]:
         """Round states to the store's dtype, in host memory, and check that all finite values fit."""
@@ -109,17 +111,15 @@ class StoredStates:
                 file.write(np.uint32(checksum).tobytes())
 
 
-def _map(
-    folder: Path, name: str, dtype: type, shape: tuple[int, ...], mode: Literal["r", "r+"] = "r+"
-) -> "np.memmap[Any, Any]":
-    path, expected = safe_join(folder, name), int(np.prod(shape)) * np.dtype(dtype).itemsize
+def _of_size(folder: Path, name: str, expected: int) -> Path:
+    path = safe_join(folder, name)
     try:
         size = path.stat().st_size
-        if size != expected:
-            raise UserError(f"{path} has {size} bytes, expected {expected}; remove {folder} to fill it again")
-        return np.memmap(path, dtype=dtype, mode=mode, shape=shape)
     except OSError as error:
         raise UserError(f"{path} cannot be opened ({error.strerror}); remove {folder} to fill it again") from None
+    if size != expected:
+        raise UserError(f"{path} has {size} bytes, expected {expected}; remove {folder} to fill it again")
+    return path
 
 
 def _checksum(states: npt.NDArray[np.int16]) -> int:

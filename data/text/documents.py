@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,8 @@ class Documents:
             documents = cls(np.load(path, mmap_mode="r"), np.array(index["offsets"], np.int64))
             if documents.digest != index["digest"]:
                 raise ValueError("its checksum is another one")
-        except (OSError, ValueError, EOFError) as error:
+        # numpy raises the last two for a damaged header.
+        except (OSError, ValueError, EOFError, SyntaxError, TokenError) as error:
             what = f"{path} is damaged ({one_line(error)})"
             raise UserError(f"{what}; remove {folder}, and its text is tokenised again") from None
         return documents

@@ -157,11 +157,13 @@ def safe_join(folder: Path, name: str) -> Path:
             allowed += [repository / "blobs", repository.parent / "blobs"]
     try:
         real = path.resolve()
-    except (OSError, RuntimeError) as error:  # circular links
-        raise UserError(f"{path} contains a link that cannot be resolved ({error}); copy {folder} again") from None
+        is_special = real.exists() and not (real.is_file() or real.is_dir())
+    except (OSError, RuntimeError) as error:  # circular links, names that are too long
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{folder} names a file that cannot be found ({why}); copy {folder} again") from None
     if not any(real.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path} is a link to {real}, outside its folder; copy the file there if you trust it")
-    if real.exists() and not (real.is_file() or real.is_dir()):
+    if is_special:
         raise UserError(f"{path} is a pipe or a device, expected a file; copy {folder} again")
     return path
 

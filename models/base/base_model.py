@@ -3,7 +3,7 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,9 +26,9 @@ from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
-from drafthead.models.kernels.choice import choose_kernels, worth_measuring
+from drafthead.models.kernels.choice import choose_kernels, restore, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
-from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
+from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, can_prepack, prepack_linears
 from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
@@ -45,22 +45,7 @@ class PartialForward:
 
 
 NO_LAYERS = HiddenStatesSpec()
-NEVER_APPLIED = ("num_beams", "guidance_scale", "stop_strings", "penalty_alpha", "dola_layers")
-"""Keys of a generation config that change the output of transformers' ``generate`` but not of drafthead's commands."""
-CHANGE_TEXT = (
-    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "sequence_bias"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-    *("exponential_decay_length_penalty", *NEVER_APPLIED),
-)
-"""Keys of a generation config that change transformers' output at temperature 0."""
 TRIAL_CONTEXT = 200  # committed tokens in the cache when kernels are timed
-
-
-def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
-    """Return the settings among ``keys`` that have an effect, as text: ``top_k=50`` for a number, else only the key."""
-    values = {key: getattr(config, key, None) for key in keys}
-    given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
-    return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
 
 class BaseModel(BaseParts):
@@ -70,6 +55,7 @@ class BaseModel(BaseParts):
         """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
         :meth:`load` and :meth:`wrap` also compare it with stock transformers."""
         super().__init__(model, tokenizer, config)
+        self._names_of_parts = tuple(vars(self))
         self.model, settings = model, model.config
         self.num_layers = len(model.model.layers)
         self._limited = context_limit(settings) is not None
@@ -136,9 +122,11 @@ class BaseModel(BaseParts):
         model, _ = load_weights(self.config, self.device, lambda line: None, stock_attention=True)
         return model.eval().requires_grad_(False)
 
-    def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the generation settings that transformers applies but the caller does not."""
-        return changed_settings(self.generation_config, keys)
+    def parts(self) -> BaseParts:
+        """Return the base without its layers, which can then be freed; tensors are shared."""
+        parts = BaseParts.__new__(BaseParts)
+        vars(parts).update({name: getattr(self, name) for name in self._names_of_parts})
+        return parts
 
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
         """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.
@@ -339,7 +327,22 @@ def choose_cpu_kernels(base: BaseModel) -> None:
         base.verify_logits(tokens[:, :rows], TokenTree.chain(rows - 1).shape, prompt_cache())
         prompt_cache().crop()
 
-    choose_kernels(table, model, verify, (model.config.model_type, base.cache_shape, base.hidden_size))
+    choose_kernels(table, model, verify, _kernel_shape(base))
+
+
+def restore_kernels(parts: BaseParts) -> bool:
+    """Take the choice of kernels that an earlier load of the base stored; return False if there is none yet."""
+    if not (parts.config.prepack and parts.config.kernels == "auto" and can_prepack(parts.lm_head.weight)):
+        return True
+    table = KernelTable()
+    if not restore(table, _kernel_shape(parts)):
+        return False
+    parts.kernels = table
+    return True
+
+
+def _kernel_shape(base: BaseParts) -> tuple[object, ...]:
+    return base.model_config.model_type, base.cache_shape, base.hidden_size
 
 
 def _hidden_states(final: Tensor, states: dict[int, Tensor], spec: HiddenStatesSpec) -> HiddenStates:

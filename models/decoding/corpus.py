@@ -8,6 +8,7 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import Answer, Prompt
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
@@ -64,7 +65,7 @@ def generate_answers(
         row.hidden.clear()
 
 
-def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
+def check_context(base: BaseParts, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
     needed = max_prompt_tokens + sampler.max_new_tokens
     if needed > base.max_context:
         what = f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s"

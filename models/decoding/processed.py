@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
 from drafthead.errors import UserError, one_line
-from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseModel, changed_settings
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.generation_settings import CHANGE_TEXT, NEVER_APPLIED, changed_settings
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
@@ -131,7 +132,10 @@ def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: O
 
 def sampling_lines(base: BaseModel, sampler: TargetSampler) -> list[str]:
     """Return lines for the user: the settings that ``sampler`` applies, and the base's settings that are ignored."""
-    used, ignored = getattr(sampler, "description", ""), ", ".join(base.ignored_settings(NEVER_APPLIED))
+    used, ignored = (
+        getattr(sampler, "description", ""),
+        ", ".join(changed_settings(base.generation_config, NEVER_APPLIED)),
+    )
     lines = {
         f"sampled as by transformers' generate, with {used} (sampler.temperature=0 is greedy)": used,
         f"not applied, of the base's generation_config.json: {ignored}": ignored,

@@ -44,12 +44,10 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     of a head's weights. ``shape`` identifies the sizes of the matrices of ``module``, which ``run`` runs. The choice is
     stored on this machine, so that a resumed run computes what it did before.
     """
-    compiles = skinny_library() is not None
-    key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
-    path = cache_dir() / "kernels" / f"{key}.json"
+    path = _path(shape)
     try:
         with exclusive(path.parent):
-            if not _restore(table, path):
+            if not restore(table, shape):
                 _measure(table, module, run)
                 kernels = {str(n): kernel.value for n, kernel in table.by_rows.items()}
                 draft_dtype = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == table.draft_dtype), None)
@@ -64,10 +62,16 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
         layer.keep({*table.by_rows.values(), *([Kernel.PACKED] if spare else [])})
 
 
-def _restore(table: KernelTable, path: Path) -> bool:
-    """Fill ``table`` with the stored choice; return False if its file is missing or damaged."""
+def _path(shape: object) -> Path:
+    compiles = skinny_library() is not None
+    key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
+    return cache_dir() / "kernels" / f"{key}.json"
+
+
+def restore(table: KernelTable, shape: object) -> bool:
+    """Fill ``table`` with the choice stored for ``shape``; return False if its file is missing or damaged."""
     try:
-        stored = read_checksummed_json(path)
+        stored = read_checksummed_json(_path(shape))
         kernels, draft_dtype = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
         table.draft_dtype = None if draft_dtype is None else DRAFT_DTYPES[draft_dtype]
         table.by_rows, table.bfloat16_reads = kernels, bool(stored["bfloat16_reads"])

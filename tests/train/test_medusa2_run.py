@@ -12,6 +12,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.batches import open_phase, unseen_text
 from support import Said, composed, refuses
@@ -56,7 +57,7 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
 
 def test_text_for_measuring_the_base_is_not_trained_on(tmp_path: Path) -> None:
     run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.store_hidden_states=false")
-    corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, Said())
+    corpora = Corpora(OriginalBase.of(BaseModel.load(run.base)), run.data, run.seed, Said())
     unseen = unseen_text(corpora, run.phases)
     assert unseen is not None and len(unseen) >= 1
     trained = open_phase(corpora, run.phases["joint"], HiddenStatesSpec()).rows

@@ -19,10 +19,12 @@ from drafthead.data.text.sources import load_prompts
 from drafthead.errors import UserError
 from drafthead.files import local
 from drafthead.models.base.base_config import SWITCHES
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.generation_settings import CHANGE_TEXT, changed_settings
+from drafthead.models.base.parts import BaseParts
 from drafthead.system.display import Display
 from drafthead.train.corpora.built_in import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
+from drafthead.train.original_base import OriginalBase
 
 if TYPE_CHECKING:
     from drafthead.data.answers.server import ServerBackend
@@ -43,7 +45,7 @@ class PromptTable:
     """The prompts of a corpus as (number, token ids): one per conversation and turn, each tokenised once."""
 
     def __init__(
-        self, base: BaseModel, conversations: Sequence[list[Message]], config: AnswersConfig, seed: int
+        self, base: BaseParts, conversations: Sequence[list[Message]], config: AnswersConfig, seed: int
     ) -> None:
         self.base, self.conversations, self.config, self.seed = base, conversations, config, seed
         self.turns = max(map(num_turns, conversations))
@@ -85,7 +87,7 @@ class AnswerGenerator:
     """Generator of a corpus of the base's answers in ``folder``. All processes of ``group`` run it at the same time.
     The first process locks the folder, chooses the prompts and checks the backend. Then each writes its shards."""
 
-    base: BaseModel
+    base: OriginalBase
     config: AnswersConfig
     seed: int
     folder: Path
@@ -117,12 +119,12 @@ class AnswerGenerator:
 
     @cached_property
     def backend(self) -> "BuiltInBackend | ServerBackend":
-        config, base = self.config, self.base
+        config, base = self.config, self.base.parts
         if config.server.url is None:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
             started = AnswerStore(self.folder) if (self.folder / local.MANIFEST_NAME).exists() else None
             states = started.has_hidden_states if started is not None and started.done else self.store_states
-            return BuiltInBackend(base, config.sampler, config.batch_size, states, config.max_prompt_tokens)
+            return BuiltInBackend(self.base, config.sampler, config.batch_size, states, config.max_prompt_tokens)
         from drafthead.data.answers.server import Completions, ServerBackend
 
         return ServerBackend(
@@ -130,7 +132,7 @@ class AnswerGenerator:
             Completions(base.tokenizer, base.eos_ids, base.vocab_size, config.sampler),
             base=base.name,
             max_prompt_tokens=config.max_prompt_tokens,
-            greedy_match_rate=lambda answers: agreement(base, answers).greedy,
+            greedy_match_rate=lambda answers: agreement(self.base.whole(), answers).greedy,
             log=self.display.line,
         )
 
@@ -149,7 +151,7 @@ class AnswerGenerator:
         else:
             conversations = self._new_conversations()
             local.write_checksummed_json(path, conversations)
-        return PromptTable(self.base, conversations, self.config, self.seed)
+        return PromptTable(self.base.parts, conversations, self.config, self.seed)
 
     def _open(self) -> AnswerStore:
         """Open the corpus, or create it; reject one that was begun with other settings or another backend."""
@@ -159,7 +161,7 @@ class AnswerGenerator:
             before = "the built-in decoding" if serves else "a server"
             remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
             raise UserError(f"{self.folder} was started with {before}; {remedy}, or choose another data.folder")
-        manifest = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
+        manifest = {"base": self.base.parts.identity(), "seed": self.seed, **self.config.manifest()}
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 
     def _prepare(self) -> None:
@@ -170,7 +172,7 @@ class AnswerGenerator:
         if self.is_complete:
             return
         texts = list(training_sets.prompts("tiny"))[:PROBES]
-        probes = [self.base.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]
+        probes = [self.base.parts.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]
         self.backend.check(list(enumerate(probes)))
         missing, table = self.prompts.missing(store), self.prompts
         if left_out := len(table.conversations) - len(table.of_turn(0, store)):
@@ -179,7 +181,7 @@ class AnswerGenerator:
                 f"{self.config.max_prompt_tokens} and are left out"
             )
         states = isinstance(self.backend, BuiltInBackend) and self.backend.keep_hidden_states
-        token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
+        token_bytes = 4 + (2 * self.base.parts.hidden_size if states else 0)
         tokens = sum(len(ids) + self.config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their hidden states (store_hidden_states)" if states else "the answers"
         local.require_space(self.folder, tokens * token_bytes, purpose)
@@ -188,18 +190,19 @@ class AnswerGenerator:
     def _check_template(self) -> None:
         """Reject variables in ``chat_template_kwargs`` that the chat template does not read. Log settings of the base
         (chat template variables, generation config) that have no effect on the answers."""
-        tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
+        base, mixed = self.base.parts, self.config.chat_template_kwargs
+        tokenizer = base.tokenizer
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
             known = [name for name in (*SWITCHES, "tools") if not unread_variables(tokenizer, [name])]
             raise UserError(
                 f"data.answers.chat_template_kwargs sets {', '.join(unread)}, which the chat template of "
-                f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
+                f"{base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
             )
-        if unread := unread_variables(tokenizer, self.base.config.chat_template_kwargs):
+        if unread := unread_variables(tokenizer, base.config.chat_template_kwargs):
             self.display.line(
                 f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}; leave it out"
             )
-        if ignored := self.base.ignored_settings():
+        if ignored := changed_settings(base.generation_config, CHANGE_TEXT):
             self.display.line(
                 f"   settings of the base's generation_config.json that answers do not use: {', '.join(ignored)}"
             )
@@ -250,7 +253,7 @@ class AnswerGenerator:
         if config.self_prompted:
             count, size, longest = config.self_prompted, config.batch_size, config.max_prompt_tokens
             written = self_prompted_prompts(
-                self.base, self.backend.answer, count, self.seed, size, self.display, longest
+                self.base.parts, self.backend.answer, count, self.seed, size, self.display, longest
             )
             # Both lists are spread evenly, so that any prefix has the same mixture: item i of n stands at i / n.
             lists = (prompts, [user_turn(text) for text in written])
@@ -279,7 +282,7 @@ def _is_conversation(value: Any) -> bool:
     return len(texts) == 2 * len(turns) > 0 and all(isinstance(text, str) for text in texts)
 
 
-def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, display: Display) -> None:
+def copy_precomputed(base: OriginalBase, config: AnswersConfig, folder: Path, display: Display) -> None:
     """Copy the answers that ``config.precomputed`` names to ``folder`` without hidden states, unless it has answers
     already. Raise a ``UserError`` for answers of another base or sampler, and for greedy answers that the base does not
     repeat (a few are checked)."""
@@ -288,11 +291,11 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, displ
     made_by = local.read_manifest(source)
     remedy = "set data.answers.fresh=true to generate answers"
     answered_by = made_by.get("base", {})
-    if not local.same_base(str(answered_by.get("fingerprint")), base.fingerprint):
+    if not local.same_base(str(answered_by.get("fingerprint")), base.parts.fingerprint):
         raise UserError(
             f"data.answers.precomputed={config.precomputed} holds answers of another base: "
-            f"{answered_by.get('name') or 'one without a name'}, but this run trains on {base.name}; {remedy} with "
-            "this base"
+            f"{answered_by.get('name') or 'one without a name'}, but this run trains on {base.parts.name}; {remedy} "
+            "with this base"
         )
     if "sampler" not in made_by:
         raise UserError(f"{source} is not a folder of answers; give the path of DATA_FOLDER/answers, or {remedy}")
@@ -316,7 +319,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, displ
     if not answers:
         raise UserError(f"no answered prompt in {source} is within data.answers.max_prompt_tokens={longest}; raise it")
     if made_by["sampler"]["temperature"] == 0:
-        measured = agreement(base, answers[:COMPARED])
+        measured = agreement(base.whole(), answers[:COMPARED])
         share = f"{100 * measured.greedy:.1f} %"
         display.line(
             f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of "

@@ -12,8 +12,10 @@ from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.batch import Ratio
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.corpus import check_context, generate_answers
 from drafthead.system.display import Display
+from drafthead.train.original_base import OriginalBase
 
 BATCHES_PER_BLOCK = 2  # more keep the batch full for longer; fewer lose less work in an interruption
 LOGIT_ROWS = 512  # number of positions whose logits are in memory at once
@@ -26,20 +28,20 @@ class BuiltInBackend:
     as one shard. Rounding depends on the rows of a batch; with fixed blocks, hidden states are bit-equal for any number
     of processes and after any interruption."""
 
-    base: BaseModel
+    base: OriginalBase
     sampler: SamplerConfig
     batch_size: int
     keep_hidden_states: bool
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:  # manifest entries that determine the answers
-        return {"dtype": str(self.base.dtype)}
+        return {"dtype": str(self.base.parts.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
         return replace(self, sampler=replace(self.sampler, temperature=temperature))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        check_context(self.base, self.max_prompt_tokens, self.sampler)
+        check_context(self.base.parts, self.max_prompt_tokens, self.sampler)
 
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
@@ -58,7 +60,7 @@ class BuiltInBackend:
             answers, longest = [], min(self.max_prompt_tokens, max(len(ids) for _, ids in block))
             limits = {"batch_size": self.batch_size, "max_prompt_tokens": longest}
             states = self.keep_hidden_states
-            for answer in generate_answers(self.base, block, self.sampler, **limits, keep_hidden_states=states):
+            for answer in generate_answers(self.base.whole(), block, self.sampler, **limits, keep_hidden_states=states):
                 answers.append(answer)
                 on_done()
             yield number, sorted(answers, key=lambda a: a.prompt_number)
@@ -66,7 +68,9 @@ class BuiltInBackend:
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
         """Yield answers sampled by ``sampler``, without hidden states, in the order in which they finish."""
         longest = max((len(ids) for _, ids in prompts), default=1)
-        return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
+        return generate_answers(
+            self.base.whole(), prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ EXPECTED_YIELD = 0.6  # expected share of the base's own prompts that end within
 
 
 def self_prompted_prompts(
-    base: BaseModel,
+    base: BaseParts,
     answer: Callable[[Sequence[Prompt], SamplerConfig], Iterator[Answer]],
     wanted: int,
     seed: int,
@@ -137,7 +141,7 @@ def self_prompted_prompts(
     return list(turns)[:wanted]
 
 
-def user_opening(base: BaseModel) -> list[int]:
+def user_opening(base: BaseParts) -> list[int]:
     """Return the token ids of the chat template that stand before the user's message."""
     if not base.tokenizer.chat_template:
         raise UserError(f"{base.name} has no chat template to write prompts with; set data.answers.self_prompted=0")

@@ -24,12 +24,12 @@ from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
 from drafthead.files import local
-from drafthead.models.base.base_model import BaseModel
 from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
 from drafthead.train.corpora.states import ComputedStates
+from drafthead.train.original_base import OriginalBase
 
 ALONE = ProcessGroup()
 LONGEST_TEXT = 8192  # tokens of a document, which a base reads in one pass; longer rows raise this limit
@@ -45,7 +45,7 @@ class Corpora:
     """The corpora of one run in ``data.folder``. Each is made on first use and read from disk afterwards. All processes
     of ``group`` must call the methods that open corpora or states at the same time."""
 
-    base: BaseModel
+    base: OriginalBase
     config: DataConfig
     seed: int
     display: Display
@@ -70,7 +70,7 @@ class Corpora:
     def _text_manifest(self, **sizes: int) -> dict[str, Any]:
         if not self.config.text.sources:
             raise UserError("a phase trains on text, but data.text.sources is empty; name a source")
-        return {"base": self.base.identity(), "seed": self.seed, **sizes, **self.config.text.manifest()}
+        return {"base": self.base.parts.identity(), "seed": self.seed, **sizes, **self.config.text.manifest()}
 
     def _text_documents(self, longest: int) -> Documents:
         """Return the text for pretraining, tokenised and cut into documents of up to ``longest`` tokens. Documents on
@@ -83,7 +83,7 @@ class Corpora:
 
                 def documents() -> Iterator[Ids]:
                     done = 0
-                    for ids in text_documents(self.base.tokenizer, texts, config.max_tokens):
+                    for ids in text_documents(self.base.parts.tokenizer, texts, config.max_tokens):
                         self.display.progress("tokenising text", done, config.max_tokens)
                         done += len(ids)
                         yield from (ids[start : start + longest] for start in range(0, len(ids), longest))
@@ -94,7 +94,7 @@ class Corpora:
         return Documents.open(folder)
 
     def text_rows(self, seq_len: int) -> PackedRows:
-        longest = min(self.base.max_context, max(LONGEST_TEXT, seq_len))
+        longest = min(self.base.parts.max_context, max(LONGEST_TEXT, seq_len))
         rows = pack(self._text_documents(longest), seq_len, split=True)
         manifest = self._text_manifest(seq_len=seq_len)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
@@ -117,7 +117,7 @@ class Corpora:
         }
         return StreamedRows(
             sources,
-            self.base.tokenizer,
+            self.base.parts.tokenizer,
             seq_len,
             seed=self.seed,
             shards=config.stream_shards,
@@ -158,7 +158,7 @@ class Corpora:
         return measured
 
     def _transcripts_folder(self) -> Path:
-        return transcripts.transcripts_folder(self.base, self.config, self.longest)
+        return transcripts.transcripts_folder(self.base.parts, self.config, self.longest)
 
     def _transcripts(self) -> AnswerStore:
         folder = self._transcripts_folder()
@@ -213,7 +213,7 @@ class Corpora:
             texts, most = answers[left_out := self.is_left_out(answer.prompt_number)], COMPARED[not left_out]
             if len(texts) < most:
                 ids = answer.input_ids[answer.boundary :].tolist()
-                texts.append(str(self.base.tokenizer.decode(ids, skip_special_tokens=True)))
+                texts.append(str(self.base.parts.tokenizer.decode(ids, skip_special_tokens=True)))
         trained = NearDuplicates(answers[False])
         return sum(text in trained for text in answers[True]), len(answers[True])
 
@@ -245,8 +245,8 @@ class Corpora:
     def draft_vocabulary(self, size: int) -> Tensor:
         """Return up to ``size`` ids of the base's vocabulary, [W] int64 ascending: those that end a turn, and the most
         frequent ones in the answers."""
-        counts = self.answers().token_counts(self.base.vocab_size, self.measures)
-        return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
+        counts = self.answers().token_counts(self.base.parts.vocab_size, self.measures)
+        return torch.from_numpy(draft_vocabulary(counts, size, self.base.parts.eos_ids))
 
     def states(self, corpus: Literal["text", "answers"], documents: Documents, spec: HiddenStatesSpec) -> StatesSource:
         """Return the stored hidden states of ``documents``, which the base computes if they are missing. If the answer
@@ -254,7 +254,7 @@ class Corpora:
         has_finals = corpus == "answers" and self.answers().has_hidden_states
         if has_finals and not spec.layers:
             return AnswerStates(self.answers(), None)
-        base = self.base
+        base = self.base.parts
         manifest: dict[str, Any] = {"base": base.identity(), "documents": documents.digest}
         manifest |= {"layers": list(spec.layers), "final": not has_finals}
         manifest |= {"products": "bfloat16"} if base.kernels is not None and base.kernels.bfloat16_reads else {}
@@ -262,7 +262,7 @@ class Corpora:
         width = base.hidden_size * (len(spec.layers) + (not has_finals))
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float16"
         stored = StoredStates(folder, documents.lengths, width, dtype, manifest)
-        states = ComputedStates(base, documents, spec, stored, self.group, self.display, corpus, not has_finals)
+        states = ComputedStates(self.base, documents, spec, stored, self.group, self.display, corpus, not has_finals)
         return AnswerStates(self.answers(), states) if has_finals else states
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
@@ -13,9 +12,9 @@ from drafthead.data.states.stored import StoredStates
 from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import one_row
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.system.display import Display
+from drafthead.train.original_base import OriginalBase, is_sharded
 
 PASS_TOKENS = 2048  # largest number of tokens in a pass of several documents
 
@@ -26,7 +25,7 @@ class ComputedStates:
     documents, packed into one row, each from its start. The passes depend only on the documents that are asked for, so
     that any number of processes stores the same bytes, also if some are killed and start again."""
 
-    base: BaseModel
+    base: OriginalBase
     documents: Documents
     spec: HiddenStatesSpec
     stored: StoredStates
@@ -53,9 +52,10 @@ class ComputedStates:
 
     def _fill(self, passes: list[list[int]], missing: set[int]) -> None:
         """Compute this process's share of ``passes``, and store the documents among ``missing``."""
-        reader, label = reading_copy(self.base), f"hidden states of {self.label}"
+        base = self.base.for_states()
+        reader, label = reading_copy(base), f"hidden states of {self.label}"
         # Processes run a sharded base together: only all of its layers, and each process as many times.
-        if not self.with_final and not isinstance(self.base.model.model, FSDPModule):
+        if not self.with_final and not is_sharded(base):
             reader = first_layers(reader, max(self.spec.layers))
         for first in range(0, len(passes), self.group.size):
             self.display.progress(label, first, len(passes))

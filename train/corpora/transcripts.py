@@ -15,11 +15,12 @@ from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
 from drafthead.data.text.transcripts import Answered, TranscriptEncoder, iter_transcripts
 from drafthead.errors import UserError
 from drafthead.files.local import MANIFEST_NAME, file_digest, folder_of_manifest, read_json, read_manifest, write_json
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.system.display import Display
 from drafthead.train.corpora.answers import TURN_STRIDE, resembles_suites
 from drafthead.train.corpora.built_in import agreement
 from drafthead.train.corpora.corpus_config import DataConfig
+from drafthead.train.original_base import OriginalBase
 
 AGREEMENT = "agreement.json"  # written last: a folder with this file holds a complete corpus
 COMPARED = 32  # largest number of assistant turns whose tokens are compared with the base's choices
@@ -27,7 +28,7 @@ LOW_AGREEMENT = 0.5
 PER_SHARD = 1000  # conversations
 
 
-def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
+def transcripts_folder(base: BaseParts, config: DataConfig, longest: int | None) -> Path:
     """Return the folder for the corpus of ``config.transcripts``, and create it with its manifest if it is new. Other
     settings or changed local files give another folder. Transcripts are cut to ``longest`` tokens (None: never)."""
     files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
@@ -46,7 +47,9 @@ def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None)
     return folder
 
 
-def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest: int | None, display: Display) -> None:
+def write_transcripts(
+    base: OriginalBase, config: DataConfig, folder: Path, longest: int | None, display: Display
+) -> None:
     """Encode the transcripts into ``folder``, unless that is done already, and log their agreement with the base."""
     if not (folder / AGREEMENT).exists():
         for path in folder.glob("shard-*"):  # of an interrupted run
@@ -54,9 +57,9 @@ def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest
         store, findings = AnswerStore(folder), Findings()
         answers: list[Answer] = []
         sources = resolve_revision(config.transcripts, folder / "commits.json")
-        for number, turns in enumerate(_conversations(base, config, sources, findings, longest)):
+        for number, turns in enumerate(_conversations(base.parts, config, sources, findings, longest)):
             answers += [
-                Answer(number + t * TURN_STRIDE, np.asarray(ids, np.int32), boundary, ids[-1] in base.eos_ids)
+                Answer(number + t * TURN_STRIDE, np.asarray(ids, np.int32), boundary, ids[-1] in base.parts.eos_ids)
                 for t, (ids, boundary) in enumerate(turns)
             ]
             if number % PER_SHARD == PER_SHARD - 1:
@@ -70,7 +73,9 @@ def write_transcripts(base: BaseModel, config: DataConfig, folder: Path, longest
         if not store.done:
             raise UserError(f"data.transcripts has no assistant turn to train on ({'; '.join(found)}); repair it")
         chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
-        measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
+        measured = agreement(
+            base.whole(), (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen)
+        )
         write_json(folder / AGREEMENT, {**asdict(measured), "findings": found})
     result = read_json(folder / AGREEMENT)
     for line in (*result.get("findings", ()), agreement_line(result)):
@@ -89,7 +94,7 @@ def agreement_line(measured: dict[str, Any]) -> str:
 
 
 def _conversations(
-    base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
+    base: BaseParts, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
 ) -> Iterator[list[Answered]]:
     """Yield each transcript's encoded assistant turns; leave out duplicates and near-copies of evaluation prompts.
     Faults and omissions are added to ``findings``."""

@@ -65,6 +65,8 @@ class Launch:
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
     """Join the run's processes. Inside the block, this process ends if another one fails. Call this once."""
+    # oneDNN keeps compiled products of up to 1,024 sizes; every training step adds some, 300 MB in all.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=device_of(None).type == "cpu",

@@ -127,12 +127,13 @@ class Sharding:
         # Without sharding, ``fully_shard`` still keeps float32 weights for a bfloat16 computation.
         if self.config.mode == "none" and precision == torch.float32:
             return
-        decoders = [head.base_model.model.model, *head.tuned_decoders()]
+        base = head.base if isinstance(head.base, BaseModel) else None
+        decoders = [*([base.model.model] if base else []), *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         for decoder in decoders if self.shards_base else ():
-            if not isinstance(decoder, fsdp.FSDPModule):
+            if base and not isinstance(decoder, fsdp.FSDPModule):
                 self.shard_layers(decoder, head.parameters())
-                drop_views(head.base_model)
+                drop_views(base)
         _shard_head(head, self._mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
@@ -179,10 +180,6 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     head.set_reduce_scatter_unused_params(True)  # a process without targets leaves weights unused that others use
     for method in ("loss", "candidate_ranks"):
         fsdp.register_fsdp_forward_method(head, method)
-
-
-def is_sharded(base: BaseModel) -> bool:
-    return isinstance(base.model.model, fsdp.FSDPModule)
 
 
 def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -14,10 +14,10 @@ from drafthead.data.states.source import StatesSource
 from drafthead.data.text.packing import PackedRows
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.system.devices import pinned
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.original_base import OriginalBase
 
 Batch = tuple[TrainBatch, HiddenStates]
 MAX_UNSEEN_ROWS = 64  # text rows on which a trained base is measured
@@ -31,7 +31,7 @@ class PhaseData:
     def __init__(
         self,
         rows: PackedRows | StreamedRows,
-        base: BaseModel,
+        base: OriginalBase,
         spec: HiddenStatesSpec,
         subset: np.ndarray | None = None,
         seed: int = 0,
@@ -81,14 +81,15 @@ class PhaseData:
             end = piece.start + piece.length
             values[b, piece.offset : piece.offset + piece.length] = states[piece.start : end]
         # Pinned memory is copied to the device without waiting.
-        return batch, pinned(values, self.base.device)
+        return batch, pinned(values, self.base.parts.device)
 
     def with_hidden_states(self, batch: TrainBatch, stored: Tensor | None) -> Batch:
         """Add ``stored`` hidden states, on the base's device; if None, the base computes the states."""
         if stored is None:
-            return batch, self.base.hidden_states(batch, self.spec)
-        values = stored.to(self.base.device, non_blocking=True).to(torch.float32)
-        return batch, HiddenStates.split(values, self.base.hidden_size)
+            return batch, self.base.for_states().hidden_states(batch, self.spec)
+        parts = self.base.parts
+        values = stored.to(parts.device, non_blocking=True).to(torch.float32)
+        return batch, HiddenStates.split(values, parts.hidden_size)
 
     def numbers(self, first: int, count: int) -> list[int]:
         """Return ``count`` row numbers of the endless sequence of shuffled epochs, from index ``first`` (0-based)."""
@@ -144,7 +145,7 @@ def open_phase(
 
 
 def open_held_out(
-    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, stored: bool, base: BaseModel | None = None
+    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, stored: bool, base: OriginalBase | None = None
 ) -> PhaseData:
     """Open the held-out answers in rows of ``seq_len`` tokens. If ``stored``, missing hidden states are computed and
     stored now. ``base`` is the model whose hidden states are read (None: the corpora's base). States of any other

@@ -17,6 +17,7 @@ from drafthead.data.batch import LossOutput
 from drafthead.data.text.packing import PackedRows
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import difference
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
@@ -100,6 +101,8 @@ class Trainer:
             data = self._open(name)
             spec, stored = self.head.spec, phase.store_hidden_states
             held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, stored)
+        if stored and not isinstance(self.head.base, BaseModel):
+            self.corpora.base.drop_layers()
         if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
             self._check_common(name, data.rows.digest)
         self._check_corpora()

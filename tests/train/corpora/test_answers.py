@@ -24,6 +24,7 @@ from drafthead.train.corpora.answers import FOLDERS, TURN_STRIDE, AnswerGenerato
 from drafthead.train.corpora.built_in import self_prompted_prompts
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
+from drafthead.train.original_base import OriginalBase
 from support import Said, TinyBase, composed, refuses
 
 CONFIG = AnswersConfig(
@@ -43,7 +44,7 @@ ALONE = ProcessGroup()
 def make(
     base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup = ALONE, states: bool = True
 ) -> AnswerStore:
-    return AnswerGenerator(base, config, 0, folder, group, Said(), store_states=states).complete()
+    return AnswerGenerator(OriginalBase.of(base), config, 0, folder, group, Said(), store_states=states).complete()
 
 
 def rows_of(store: AnswerStore) -> list[Row]:
@@ -241,7 +242,7 @@ def precomputed(
     base: BaseModel, source: Path, folder: Path, log: list[str] | None = None, **settings: Any
 ) -> AnswerStore:
     config = replace(CONFIG, precomputed=str(source), **settings)
-    copy_precomputed(base, config, folder, Said(log))
+    copy_precomputed(OriginalBase.of(base), config, folder, Said(log))
     return AnswerStore(folder)
 
 
@@ -339,7 +340,7 @@ def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Pat
     base.config.chat_template_kwargs = {"thinking_budget": 8}
     base.model.generation_config.repetition_penalty = 1.2
     display = Said()
-    AnswerGenerator(base, CONFIG, 0, tmp_path / "corpus", ALONE, display).complete()
+    AnswerGenerator(OriginalBase.of(base), CONFIG, 0, tmp_path / "corpus", ALONE, display).complete()
     assert display.lines == [
         "   base.chat_template_kwargs: the chat template does not read thinking_budget; leave it out",
         "   settings of the base's generation_config.json that answers do not use: repetition_penalty=1.2",

@@ -25,6 +25,7 @@ from drafthead.train.corpora import states as computed_states
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig, TextConfig
 from drafthead.train.corpora.states import PASS_TOKENS
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.trainer.batches import open_phase
 from support import Said, TinyBase, composed, join_threads, randomised, refuses
 
@@ -41,7 +42,7 @@ def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, Said]:
         ),
     )
     display = Said()
-    return Corpora(base, config, seed, display, store_states=True), display
+    return Corpora(OriginalBase.of(base), config, seed, display, store_states=True), display
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def test_other_rows_of_the_same_documents_compute_nothing(tiny_base: TinyBase, t
         assert not computed and len(other) > len(first) and values is not None
         made.holds_suite = True  # other answers are held out
     with passes(base) as computed:
-        open_phase(Corpora(base, made.config, 0, Said(), holds_suite=True), phase, spec)
+        open_phase(Corpora(made.base, made.config, 0, Said(), holds_suite=True), phase, spec)
     assert not computed
 
 
@@ -183,7 +184,7 @@ def test_states_are_stored_with_answers_only_if_a_phase_reads_them(tiny_base: Ti
     assert not composed(tmp_path, *settings, "phases.distill.store_hidden_states=false")[0].stores_answer_states
     base = tiny_base()
     config = make(base, tmp_path)[0].config
-    assert not Corpora(base, config, 0, Said()).answers().has_hidden_states
+    assert not Corpora(OriginalBase.of(base), config, 0, Said()).answers().has_hidden_states
     assert not list(tmp_path.rglob("*.safetensors"))
     # A later run that stores hidden states has the base compute them once.
     made, _ = make(base, tmp_path)
@@ -237,7 +238,7 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, datas
     text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, stream_shards=1, workers=1)
 
     def rows() -> tuple[torch.Tensor, dict[str, object]]:
-        made = Corpora(tiny_base(), DataConfig(folder=str(tmp_path), text=text), 0, Said())
+        made = Corpora(OriginalBase.of(tiny_base()), DataConfig(folder=str(tmp_path), text=text), 0, Said())
         stream = made.text_stream(64, 1)
         loaded = stream.batch([0, 70]).input_ids
         del stream

@@ -14,6 +14,7 @@ from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
 from support import Said, TinyBase, composed, refuses
@@ -32,7 +33,7 @@ def make(base: BaseModel, folder: Path, transcripts: Any, log: list[str] | None 
     answers = AnswersConfig(sources=sources, prompts=24, max_prompt_tokens=400, sampler=sampler)
     config = DataConfig(folder=str(folder), transcripts=transcripts, answers=answers, **settings)
     lines = [] if log is None else log
-    return Corpora(base, config, 0, Said(lines), longest=512)
+    return Corpora(OriginalBase.of(base), config, 0, Said(lines), longest=512)
 
 
 def test_turns_of_a_conversation_are_one_document(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from drafthead.models.heads.medusa import MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.train.original_base import OriginalBase
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.boost import boosted, load_first, target_weights
@@ -169,7 +170,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
 
 def test_the_next_rows_are_read_meanwhile_and_no_more(tiny_base: TinyBase) -> None:
     documents = Documents.of([np.full(16, n + 3, np.int32) for n in range(6)])
-    data = PhaseData(pack(documents, 16, split=False), tiny_base(), HiddenStatesSpec())
+    data = PhaseData(pack(documents, 16, split=False), OriginalBase.of(tiny_base()), HiddenStatesSpec())
     original_read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:
