@@ -5,8 +5,9 @@
 
 speculators takes hidden states from a vLLM server. Here stock transformers computes the same ones, in bfloat16: the
 inputs of three layers, and the last layer's output before the final norm, which speculators applies itself. Its trainer
-wants an accelerator, so ``train`` replaces the device and the validation, and nothing else. A CPU also needs ``--draft-attn-impl sdpa``
-(flex attention has no backward pass there), ``--loss-implementation eager`` (no Triton) and ``--num-workers 0``.
+wants an accelerator, so ``train`` replaces the device and the validation, and nothing else. A CPU also needs
+``--draft-attn-impl sdpa`` (flex attention has no backward pass there), ``--loss-implementation eager`` (no Triton) and
+``--num-workers 0``.
 """
 
 import sys

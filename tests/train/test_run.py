@@ -1,6 +1,7 @@
 """Whole runs on a random tiny base: errors before any work, stages, and work that a second start skips."""
 
 import shutil
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.files.local import claimed, read_json, read_json_lines, write_json
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head
@@ -353,3 +355,32 @@ def test_a_run_first_prints_its_stages_and_their_durations(tmp_path: Path, tiny_
     assert list(rows("stages=[tree]")) == ["tree"]
     work = rows("phases.distill.grad_accum_steps=3", devices=8)["phase distill"][0]
     assert "48 rows per step (2 per process x 8 x 3 accumulated)" in work
+
+
+@cases("recipe", "medusa_smollm2", "eagle3_smollm2", "dspark_smollm2")
+def test_layers_are_loaded_only_to_answer_and_to_compute_states(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+    load, step = BaseModel.load, trainer.train_step
+
+    def recorded(*args: Any) -> BaseModel:
+        loaded.append(weakref.ref(base := load(*args)))
+        return base
+
+    def without_layers(*args: Any, **kwargs: Any) -> Any:
+        assert not any(base() is not None for base in loaded)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(BaseModel, "load", recorded)
+    monkeypatch.setattr(trainer, "train_step", without_layers)
+    stored = "phases.pretrain.store_hidden_states=true"
+    settings = (f"recipe={recipe}", "debug=tiny", *SHORT[:2], TRAINED, "base.prepack=false", stored)
+    run_pipeline(*composed(tmp_path, *settings))
+    assert loaded
+    losses = losses_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    loaded.clear()
+    run_pipeline(*composed(tmp_path, *settings))
+    assert not loaded
+    assert losses_of(tmp_path / "run") == losses
