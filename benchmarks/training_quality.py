@@ -69,7 +69,13 @@ def read_study(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a readable YAML file ({str(error).splitlines()[0]})") from None
     if not isinstance(study, dict) or not {"recipe", "rows"} <= study.keys():
         raise UserError(f"{path} is not a study; it needs recipe and rows (see the files beside it)")
+    study["rows"] = {name: row if isinstance(row, dict) else flat(row) for name, row in study["rows"].items()}
     return {"settings": [], "suites": {"spec_bench_like": 48, "mt_bench": 24}, "tokens": 80, **study}
+
+
+def flat(settings: Sequence[Any]) -> list[str]:
+    """Return settings, of which some are lists themselves: YAML's aliases of other rows."""
+    return [each for item in settings for each in ([item] if isinstance(item, str) else flat(item))]
 
 
 # Training --------------------------------------------------------------------------------------------------------

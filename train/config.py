@@ -192,6 +192,11 @@ class RunConfig:
         return any(p.train_base for p in self.phases.values())
 
     @property
+    def drops_layers(self) -> bool:
+        """True if the head can be trained without the base's layers, once hidden states are stored."""
+        return not (self.head_config().needs_layers or self.init_from)
+
+    @property
     def stores_answer_states(self) -> bool:
         """Return True if the built-in decoding stores final hidden states with the answers, for a phase to read."""
         stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())

@@ -86,13 +86,8 @@ class RunContext:
     @cached_property
     def original(self) -> OriginalBase:
         return OriginalBase(
-            self._read_parts, self._load_base, shares=self.launch.sharding.shards_base and self.drops_layers
+            self._read_parts, self._load_base, shares=self.launch.sharding.shards_base and self.run.drops_layers
         )
-
-    @property
-    def drops_layers(self) -> bool:
-        """True if the head can be trained without the base's layers, once hidden states are stored."""
-        return not (self.run.head_config().needs_layers or self.run.init_from)
 
     def _base_config(self, sharded: bool) -> BaseConfig:
         # A base that is or will be sharded has no packed weights, because they are not parameters.
@@ -179,7 +174,7 @@ class RunContext:
         """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new. With
         ``start`` false, layers of the base are not copied, because the caller loads trained weights."""
         config, original = self.run.head_config(), self.original
-        base = original.parts if self.drops_layers else original.for_states()
+        base = original.parts if self.run.drops_layers else original.for_states()
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
             head.tree = None

@@ -222,12 +222,15 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
     hours.print_estimate(recipe(*tiny))
     printed = " ".join(capsys.readouterr().out.split())
     assert "pretrain: 2 rows per step (2 per process x 1 x 1 accumulated), 128 tokens" in printed
-    assert "measuring steps of pretrain on this machine: 0/3" in printed
+    assert "measuring steps of pretrain on this machine: 0/24" in printed
     assert "from 3 real steps of each phase" in printed and re.search(r"in 2 h here: phases.distill.steps=\d+", printed)
     plan = Estimate(recipe(*tiny), device="cpu")  # in float32, unlike a GPU's base
     assert 1.9 < plan.base_bytes / Estimate(recipe(*tiny)).base_bytes < 2.1
     weights = f"{size(plan.base_bytes)} of base weights in float32"
     assert re.search(rf"memory on this machine: [\d.]+ .iB at the peak of these steps, with {weights}", printed)
+    hours.print_estimate(recipe(*tiny, "phases.pretrain.store_hidden_states=true"))
+    stored = r"[\d.]+ .iB while training on stored hidden states, at most [\d.]+ .iB while the base computes them"
+    assert re.search(f"memory on this machine: {stored}", " ".join(capsys.readouterr().out.split()))
     plan = Estimate(recipe(*tiny))
     for name in ("org/absent", "/models/mine"):
         absent = recipe("recipe=medusa_smollm2", "base=custom", f"base.name={name}")

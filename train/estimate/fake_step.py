@@ -151,7 +151,7 @@ def _make_gradients(head: nn.Module) -> None:
 
 def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
     """Yield one full micro-batch: random tokens, of which the last ``share`` is trained, and their hidden states."""
-    base, shape = head.base_model, (phase.micro_batch_size, phase.seq_len)
+    base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),
         position_ids=torch.arange(phase.seq_len, device="cpu").expand(shape),
@@ -159,7 +159,7 @@ def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> It
         loss_mask=(torch.arange(phase.seq_len, device="cpu") >= (1 - share) * phase.seq_len).expand(shape),
     )
     if not phase.store_hidden_states:
-        yield batch, base.hidden_states(batch, head.spec)
+        yield batch, head.base_model.hidden_states(batch, head.spec)
         return
     width = base.hidden_size * (1 + len(head.spec.layers))
     stored = torch.zeros(*shape, width, dtype=torch.float16, device=base.device)

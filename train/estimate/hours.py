@@ -1,11 +1,13 @@
 """Hours of a run (``mode=estimate``): calculated for known GPUs, and from a few real steps on this machine."""
 
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -13,12 +15,17 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
+from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import one_row
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.base_model import BaseModel, restore_kernels
+from drafthead.models.base.layers import reading_copy
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.system.devices import chosen_device, device_of, memory, peak_memory
+from drafthead.system.devices import chosen_device, device_of, memory, peak_memory, synchronise
 from drafthead.system.display import Display, duration
 from drafthead.train.config import RunConfig
+from drafthead.train.corpora.states import PASS_TOKENS
 from drafthead.train.distributed.launcher import with_launcher_settings
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.duration import StageDurations
@@ -52,6 +59,7 @@ SHARE = 0.4  # assumed share of a GPU's peak that training reaches
 MOST_OPERATIONS = 5e12  # of a micro-batch whose steps are measured on a CPU; others would take minutes
 TOO_SHORT = 60.0  # seconds on an A10, below which set-up on a GPU takes longer than the run
 STEPS = 3  # to measure; the fastest counts
+STEPS_TO_FILL_HEAP = 24  # after which the memory of a training on a CPU hardly grows
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
@@ -111,15 +119,17 @@ def base_for_times(run: RunConfig, **changes: Any) -> BaseModel:
     return BaseModel.load(config)
 
 
-def untrained_head(run: RunConfig, base: BaseModel) -> DraftHead:
+def untrained_head(run: RunConfig, base: BaseParts) -> DraftHead:
     """Return a new head of a run. No corpus tells the frequent ids, so the first ids are its draft vocabulary."""
     config = run.head_config()
     drafted = torch.arange(config.drafted_ids(base.vocab_size)) if config.draft_vocab_size else None
-    return config.build(base, drafted)
+    return config.build(base, drafted, start=isinstance(base, BaseModel))
 
 
-def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Display) -> dict[str, float]:
-    """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
+def measured_step(run: RunConfig, base: BaseParts, plan: Estimate, display: Display) -> dict[str, float]:
+    """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase. The trained
+    share varies, as in a run, because the heap of a CPU grows with the number of different sizes."""
+    draw = random.Random(0)
     sharding = Sharding(run.shard, base.device)
     head = untrained_head(run, base)
     if run.trains_base:
@@ -130,15 +140,18 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Disp
         if run.trains_base:
             head.train_base(now=phase.train_base)
         optimizers, seconds = head_optimizers(head, phase.optim), []
-        for step in range(STEPS):
-            display.progress(f"measuring steps of {name} on this machine", step, STEPS)
-            base.synchronise()
+        count = STEPS_TO_FILL_HEAP if plan.device == "cpu" else STEPS
+        for step in range(count):
+            display.progress(f"measuring steps of {name} on this machine", step, count)
+            synchronise(base.device)
             started = perf_counter()
-            batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
+            share = plan.trained_share(name)
+            share = share if step < STEPS else draw.uniform(share, 1)  # prompts are often shorter than their limit
+            batches, clip = micro_batches(head, phase, share), phase.optim.clip_norm
             train_step(head, optimizers, batches, phase.loss, lr=1e-5, clip_norm=clip)
-            base.synchronise()
+            synchronise(base.device)
             seconds.append(perf_counter() - started)
-        fastest[name] = min(seconds)
+        fastest[name] = min(seconds[:STEPS])
     sharding.close()
     return fastest
 
@@ -207,12 +220,24 @@ def print_estimate(run: RunConfig) -> None:
 
 def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Table | str]:
     display.line(f"   loading {run.base.name or 'the base'} to measure its steps")
-    base = BaseModel.load(run.base)
-    stages = StageDurations(run, base, 1, measured_step(run, base, plan, display))
+    base: BaseParts | None = BaseParts.of_checkpoint(run.base) if plan.without_layers == {*plan.phases} else None
+    if base is None or not restore_kernels(base):
+        base = BaseModel.load(run.base)
+    seconds = measured_step(run, base, plan, display)
+    training, of_layers = peak_memory(), isinstance(base, BaseModel)
+    if not isinstance(base, BaseModel):
+        base = BaseModel.load(run.base)
+    stages = StageDurations(run, base, 1, seconds)
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
     # The tables above are computed; a CPU has packed copies of its weights.
-    weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
-    lines.append(f"memory on this machine: {size(peak_memory())} at the peak of these steps, with {weights}")
+    if of_layers:
+        weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
+        lines.append(f"memory on this machine: {size(training)} at the peak of these steps, with {weights}")
+    else:
+        tokens = np.zeros(min(PASS_TOKENS, base.max_context), np.int32)
+        reading_copy(base).hidden_states(one_row(Documents.of([tokens]), [0]), plan.head.spec)
+        more = f"at most {size(peak_memory())} while the base computes them"
+        lines.append(f"memory on this machine: {size(training)} while training on stored hidden states, {more}")
     if run.hours:
         seconds = {stage.removeprefix("phase "): value for stage, _, value in stages.rows() if value == value}
         name = list(plan.phases)[-1]

@@ -4,14 +4,18 @@ allocator, the CUDA context and the workspaces of matrix products are not includ
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from rich.console import Group
 from rich.table import Table
 
+from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import one_row
 from drafthead.models.base.base_model import meta_base
 from drafthead.models.heads.parts.attention_layer import HeadAttention
 from drafthead.models.heads.parts.losses import CHUNK_BYTES
 from drafthead.train.config import RunConfig
+from drafthead.train.corpora.states import PASS_TOKENS
 from drafthead.train.distributed.sharding import AUTO, PRECISIONS, SHARD_MODES, checkpoint_activations
 from drafthead.train.estimate.fake_step import FakeFloats, StepMemory
 
@@ -47,6 +51,10 @@ class Estimate:
         for tensor in (*self.base.model.state_dict().values(), self.head.target_lm_head.weight):
             self._fake.count(tensor)
         self.base_bytes = self._fake.live  # with a copy of its output head over the draft vocabulary
+        self.layers = [sum(map(_bytes, layer.parameters())) for layer in self.base.model.model.layers]
+        self.without_layers = {
+            name for name, phase in run.phases.items() if run.drops_layers and phase.store_hidden_states
+        }
         adapted = {p for decoder in self.head.tuned_decoders() for p in decoder.parameters()}
         for parameter in self.head.parameters():
             if parameter not in adapted:
@@ -92,8 +100,9 @@ class Estimate:
         """Return a device's bytes by purpose at the peak of a step of the phase ``name``, from a step on meta tensors.
         ``mode`` replaces ``shard.mode`` unless None. With N shards, a device holds:
 
-        - of the base's layers, if the mode is ``full``: 1/N (none if offloaded), and ``GATHERED_LAYERS`` whole layers.
-          If the run trains the base, there are two copies of the layers, of which it holds 1/N each.
+        - of the base's layers: none if hidden states are stored and the head needs no layers. Else all, or if the mode
+          is ``full`` 1/N (none if offloaded), and ``GATHERED_LAYERS`` whole layers. If the run trains the base, there
+          are two copies of the layers, of which it holds 1/N each.
         - of the head: 1/N of its weights, gradients and moments in float32, and all weights in its computing dtype.
         - the larger of two: what the forward and backward passes store, or the head's gradients in float32, which are
           summed over the processes after the activations were freed.
@@ -103,7 +112,8 @@ class Estimate:
         accumulates = phase.micro_batches(self.devices, self.rows_per_step(name)) > 1
         step = self._step(name, accumulates=accumulates and not wrapped)
         adapters = self.adapters * FLOAT32
-        memory = {"base weights": self.base_bytes, "head weights": self.head_parameters * FLOAT32}
+        base = self.base_bytes - (sum(self.layers) if name in self.without_layers else 0)
+        memory = {"base weights": base, "head weights": self.head_parameters * FLOAT32}
         if adapters:
             memory["adapter weights"] = adapters
         trained = self.trained - self.adapters
@@ -119,13 +129,20 @@ class Estimate:
         memory["gathered head"] = gathered
         memory["activations, gradients"] = max(step.loss, trained * FLOAT32)
         if mode == "full":
-            sizes = [
-                sum(t.numel() * t.element_size() for t in layer.parameters()) for layer in self.base.model.model.layers
-            ]
-            memory["base weights"] -= sum(sizes)
-            memory["base weights"] += 0 if self.shard.offload_base else (1 + self.trains_base) * sum(sizes) // shards
-            memory["gathered layers"] = GATHERED_LAYERS * max(sizes)
+            layers = [] if name in self.without_layers else self.layers
+            memory["base weights"] -= sum(layers)
+            memory["base weights"] += 0 if self.shard.offload_base else (1 + self.trains_base) * sum(layers) // shards
+            memory["gathered layers"] = GATHERED_LAYERS * max(layers, default=0)
         return memory
+
+    def reading(self, name: str) -> int:
+        """Return the bytes of the whole base and of a pass that computes hidden states for the phase to store."""
+        tokens = min(max(PASS_TOKENS, self.phases[name].seq_len), self.base.max_context)
+        batch = one_row(Documents.of([np.zeros(tokens, np.int32)]), [0])
+        weights = self._fake.peak = self._fake.live
+        with self._fake:
+            self.base.hidden_states(batch, self.head.spec)
+        return self.base_bytes + self._fake.peak - weights
 
     def dense_masks(self, name: str) -> int:
         """Return the bytes that masks [T, T] of packed rows would add in the phase ``name``; none are made."""
@@ -180,6 +197,9 @@ def render(estimate: Estimate) -> Group:
         memory.add_row(purpose, *(size(bytes_by_purpose[purpose]) for bytes_by_purpose in by_phase))
     memory.add_section()
     memory.add_row("total", *(size(estimate.total(name)) for name in phases))
+    if estimate.without_layers:
+        reading = [size(estimate.reading(name)) if name in estimate.without_layers else "" for name in phases]
+        memory.add_row("before: hidden states", *reading)
     memory.add_row("not made: masks [T, T]", *(size(estimate.dense_masks(name)) for name in phases))
     modes = _table("total, by what is sharded", *phases)
     for mode in SHARD_MODES:
@@ -188,6 +208,10 @@ def render(estimate: Estimate) -> Group:
     for purpose, count in estimate.disk.items():
         disk.add_row(purpose, size(count))
     return Group(parameters, tokens, memory, *([modes] if estimate.devices > 1 else []), disk)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def size(count: int) -> str:
