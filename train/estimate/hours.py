@@ -220,17 +220,21 @@ def print_estimate(run: RunConfig) -> None:
 
 def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Table | str]:
     display.line(f"   loading {run.base.name or 'the base'} to measure its steps")
-    base: BaseParts | None = BaseParts.of_checkpoint(run.base) if plan.without_layers == {*plan.phases} else None
-    if base is None or not restore_kernels(base):
+    if not (on_parts := plan.without_layers == {*plan.phases}):
         base = BaseModel.load(run.base)
-    seconds = measured_step(run, base, plan, display)
-    training, of_layers = peak_memory(), isinstance(base, BaseModel)
-    if not isinstance(base, BaseModel):
+        seconds = measured_step(run, base, plan, display)
+        training = peak_memory()
+    else:
+        parts = BaseParts.of_checkpoint(run.base)
+        seconds = measured_step(
+            run, parts if restore_kernels(parts) else BaseModel.load(run.base).parts(), plan, display
+        )
+        training = peak_memory()
         base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, seconds)
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
     # The tables above are computed; a CPU has packed copies of its weights.
-    if of_layers:
+    if not on_parts:
         weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
         lines.append(f"memory on this machine: {size(training)} at the peak of these steps, with {weights}")
     else:
