@@ -56,6 +56,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dspark": {
         "dspark": {"markov_rank": 8},
+        "dspark_gated": {"markov_rank": 4, "markov_gate": True},
         "dspark_causal": {"causal": True, "tied_markov": False, "markov_rank": 4, "confidence": False},
         "dspark_state": {"num_layers": 1, "copy_layers": False, "reads_state": True},
         "dspark_induction": {"markov_rank": 4, "induction_rank": 6},

@@ -207,9 +207,13 @@ def drafted_block(
         x = x + layer.mlp(layer.norm(x, f"layers.{n}.post_attention_layernorm"), f"layers.{n}.mlp.")
     whole = "lm_head.weight" not in layer.w
     weight = base.stock().get_output_embeddings().weight if whole else layer.get("lm_head.weight")
-    logits = F.linear(layer.norm(x, "norm"), weight)[slots - len(drafts) :]
+    last = layer.norm(x, "norm")[slots - len(drafts) :]
+    logits = F.linear(last, weight)
     if "markov_head.markov_w1.weight" in layer.w:
         before = layer.get("markov_head.markov_w1.weight")[torch.tensor(drafts)]
+        if "markov_head.gate_proj.weight" in layer.w:
+            gate = [layer.get(f"markov_head.gate_proj.{kind}") for kind in ("weight", "bias")]
+            before = before * F.linear(torch.cat([last, before], -1), *gate).sigmoid()
         logits = logits + F.linear(before, layer.get("markov_head.markov_w2.weight"))
     unread = {name for name in layer.unread if not name.startswith(("confidence_head", "conf_proj"))}
     assert not unread, f"nobody reads {sorted(unread)}"

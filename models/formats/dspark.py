@@ -2,6 +2,7 @@
 
     fc.weight [D, n D]   hidden_norm.weight [D]   norm.weight [D]   layers.{i}.*: Qwen3's, with q_norm and k_norm
     DSpark also: markov_head.markov_w1.weight [V, r]   markov_head.markov_w2.weight [W, r]   confidence_head.proj.*
+    with a gated Markov head: markov_head.gate_proj.* [r, D + r]
     with a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
 
 n is the number of base layers that the head reads, r the Markov head's rank, and W the size of the draft vocabulary.
@@ -30,6 +31,7 @@ from drafthead.models.heads.parts.draft_head import TiedMarkov
 
 MARKOV = {"markov_in": "markov_head.markov_w1", "markov_out": "markov_head.markov_w2"}
 W1, W2 = (f"{name}.weight" for name in MARKOV.values())
+GATE = "markov_head.gate_proj"
 CONFIDENCE = "confidence_head.proj"
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 MASK_FILE = "mask_embedding.pt"
@@ -42,7 +44,10 @@ class BlockFormat(Format):
 
     head_config = DSparkConfig
     architecture: ClassVar[str]
-    renames = {rf"^{ours}\.": f"{theirs}." for ours, theirs in {**MARKOV, "confidence": CONFIDENCE}.items()}
+    renames = {
+        rf"^{ours}\.": f"{theirs}."
+        for ours, theirs in {**MARKOV, "markov_gate": GATE, "confidence": CONFIDENCE}.items()
+    }
     ignored_tensors = frozenset({SHARED, OUTPUT, "t2d"})  # t2d is for training; engines read d2t
     other_keys = LAYER_KEYS | {
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
@@ -98,7 +103,11 @@ class BlockFormat(Format):
             settings["is_causal"] = True  # SGLang reads no other key
         if config.markov_rank:
             # DeepSpec has the ids at the top level, vLLM and llama.cpp accept both.
-            settings |= {**ids, "markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+            settings |= {
+                **ids,
+                "markov_rank": config.markov_rank,
+                "markov_head_type": "gated" if config.markov_gate else "vanilla",
+            }
             settings |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), config.confidence)
             settings["sample_from_anchor"] = config.anchor_predicts
         return settings
@@ -132,11 +141,13 @@ class BlockFormat(Format):
             raise UserError(f"{checkpoint.source} says {given}; set the one it was trained with by config.is_causal")
         config["is_causal"] = any(config.get(key) for key in CAUSAL)
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
-        if self.has_markov(config) and not config.get("confidence_head_with_markov"):
-            # Its input is narrower than ours. Drafts do not depend on the confidence head.
+        reads_table, is_gated = config.get("confidence_head_with_markov"), config.get("markov_head_type") == "gated"
+        if self.has_markov(config) and (is_gated or not reads_table):
+            # Its input is not ours. Drafts do not depend on the confidence head.
             kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
             if len(kept) < len(tensors):
-                notes = ["its confidence head, which does not read the Markov table, is left out"]
+                what = "reads the Markov table without the gate" if reads_table else "does not read the Markov table"
+                notes = [f"its confidence head, which {what}, is left out"]
             tensors = kept
         return checkpoint.updated(*notes, config=config, tensors=tensors)
 
@@ -163,6 +174,7 @@ class BlockFormat(Format):
             "copy_layers": False,
             "anchor_predicts": anchor,
             "markov_rank": checkpoint.integer("markov_rank") if markov else 0,
+            "markov_gate": markov and config.get("markov_head_type") == "gated",
             "confidence": markov and f"{CONFIDENCE}.weight" in checkpoint.tensors,
         }
 
@@ -181,7 +193,7 @@ class BlockFormat(Format):
 
 
 class DSparkFormat(BlockFormat):
-    """DeepSpec's format of DSpark: ``config.json`` and ``model.safetensors``, with a plain ("vanilla") Markov head."""
+    """DeepSpec's format of DSpark: ``config.json``, ``model.safetensors``, a plain ("vanilla") or gated Markov head."""
 
     name = "dspark"
     title = "DSpark (Qwen3DSparkModel)"
@@ -191,14 +203,18 @@ class DSparkFormat(BlockFormat):
         **BlockFormat.only,
         "sample_from_anchor": (False, True),
         "projector_type": ("dspark",),
-        "markov_head_type": ("vanilla",),
+        "markov_head_type": ("vanilla", "gated"),
     }
+    parts = BlockFormat.parts | {"markov_gate"}
 
     def has_markov(self, config: dict[str, Any]) -> bool:
         return True
 
     def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
         engines = super().engines_for(head)
+        if head.config.markov_gate:
+            plain = "loads only a plain Markov head (its source): head.markov_gate=false"
+            engines = tuple(Engine(e.name, plain) if e.name != "SGLang" else e for e in engines)
         if len(head.d2t) == head.base.vocab_size:
             return engines
         refuses = Engine("SGLang", "0.5.23 refuses a Markov head with a draft vocabulary (its source)")
@@ -208,6 +224,8 @@ class DSparkFormat(BlockFormat):
         yield from super().unsupported(head)
         if not head.config.markov_rank:
             yield "it has no Markov head", "head.markov_rank=64; or to=dflash"
+        if head.config.markov_gate and head.config.confidence:
+            yield "its confidence head reads the gated table, the format's the table", "head.confidence=false"
 
 
 class DFlashFormat(BlockFormat):

@@ -210,6 +210,7 @@ class Format:
         parts = {
             "induction_rank": "an induction head (ours)",
             "markov_rank": "a Markov head",
+            "markov_gate": "a gated Markov head",
             "confidence": "a confidence head",
         }
         for key, what in parts.items():

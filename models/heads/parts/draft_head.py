@@ -70,6 +70,9 @@ class DraftHeadConfig:
     tied_markov: bool = True
     """Compute the Markov table [V, markov_rank] from the base's embedding by a trained matrix. With false, train the
     whole table."""
+    markov_gate: bool = False
+    """Multiply the previous token's vector by a gate, the sigmoid of a linear map of the draft position's state and of
+    that vector (DSpark's gated Markov head)."""
     confidence: bool = False
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted. ``eval.prefix_threshold`` can
     then stop drafting after unlikely ones."""
@@ -335,6 +338,11 @@ class DraftHead(nn.Module, Drafter):
             else:
                 self.markov_in = nn.Embedding(base.vocab_size, config.markov_rank, device=device)
             nn.init.normal_(self.markov_in.weight, std=base.hidden_size**-0.5 if config.tied_markov else 0.02)
+        self.markov_gate: nn.Linear | None = None
+        if config.markov_gate and config.markov_rank:
+            self.markov_gate = nn.Linear(self.projection_width + config.markov_rank, config.markov_rank, device=device)
+            for parameter in self.markov_gate.parameters():
+                nn.init.zeros_(parameter)
         if config.low_rank:
             low_rank = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=device)
             nn.init.zeros_(low_rank.weight)
@@ -385,13 +393,22 @@ class DraftHead(nn.Module, Drafter):
         head = self.projection(k)
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
+    def markov_inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the Markov correction's inputs [..., r] after ``tokens`` [...], at draft positions whose projections
+        read ``hidden`` [..., width]."""
+        vectors: Tensor = self.markov_in(tokens)
+        if self.markov_gate is None:
+            return vectors
+        gate: Tensor = self.markov_gate(torch.cat([hidden, vectors.to(hidden.dtype)], -1)).sigmoid()
+        return vectors * gate
+
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return the inputs of ``output_head`` at all A anchors, [K, A, width + r]: the result of
         ``hidden_at_positions`` and the r inputs of Markov correction and induction head."""
         hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         inputs = [hidden]
         if self.config.markov_rank:
-            inputs.append(self.markov_in(batch.input_ids.flatten())[draft_targets.last_read])
+            inputs.append(self.markov_inputs(batch.input_ids.flatten()[draft_targets.last_read], hidden))
         if self.induction is not None:
             states = self.sink_states(hidden, base_hidden, draft_targets)
             inputs.append(self.induction.at_anchors(batch, states, draft_targets).to(hidden.dtype))

@@ -157,7 +157,8 @@ class HeadSession(StepwiseSession):
         head = self.inference_head
         if head.low_rank is None:
             return logits
-        added = [head.markov_in(tokens)] if head.config.markov_rank else []
+        hidden = self._input.expand(-1, tokens.shape[1], -1)
+        added = [head.markov_inputs(tokens, hidden)] if head.config.markov_rank else []
         if self.copied is not None:
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)

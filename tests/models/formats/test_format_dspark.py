@@ -42,6 +42,7 @@ FLASH = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dspark": {},
     "own table": {"tied_markov": False, "confidence": False},
+    "gated": {"markov_gate": True, "confidence": False},
     "dflash": FLASH,
     "jetspec": {**FLASH, "causal": True},
     "bonus anchor": {"anchor_predicts": False},
@@ -73,7 +74,7 @@ def vllm_engine(folder: Path, base: BaseModel) -> Tensor:
     assert len(offsets) == config["draft_vocab_size"]
     if config["architectures"] == ["Qwen3DSparkModel"]:
         assert {key: config[key] for key in ("mask_token_id", "target_layer_ids")}.items() <= inner.items()
-        assert config["markov_head_type"] == "vanilla" and config["markov_rank"] > 0
+        assert config["markov_head_type"] in ("vanilla", "gated") and config["markov_rank"] > 0
         assert config["enable_confidence_head"] == ("confidence_head.proj.weight" in tensors)
         assert config["sample_from_anchor"] == (config["block_size"] == 3), "as many slots as drafts"
     else:
@@ -109,7 +110,9 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
 def test_engine_and_round_trip(tmp_path: Path, variant: str, d2t: Tensor | None) -> None:
     head = block_head(deep_base(), d2t, **VARIANTS[variant])
     layout = DSPARK if head.config.markov_rank else DFLASH
-    for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):
+    if head.config.markov_gate:
+        assert not any(e.current for e in layout.engines_for(head) if e.name != "SGLang")
+    for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine))[: 1 if head.config.markov_gate else 2]:
         check_round_trip(form, engine, head, tmp_path / form.name)
         again = form.load(tmp_path / form.name, deep_base())
         if head.confidence is not None:
