@@ -174,7 +174,7 @@ class RunContext:
         """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new. With
         ``start`` false, layers of the base are not copied, because the caller loads trained weights."""
         config, original = self.run.head_config(), self.original
-        base = original.parts if self.run.drops_layers else original.for_states()
+        base = original.parts if self.run.drops_layers else original.whole()  # sharded when the training begins
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
             head.tree = None
