@@ -59,6 +59,7 @@ from drafthead.train.corpora.corpora import is_held_out
 ROOT = Path(__file__).parent.parent
 NODES, WIDTH = 6, 10
 HELD_OUT = "held out"
+COST = "cost.json"
 
 
 def read_study(path: Path) -> dict[str, Any]:
@@ -142,11 +143,14 @@ def train(study: Mapping[str, Any], row: str, seed: int, arguments: Namespace) -
         "save-path": out / "trained",
     }
     command = [arguments.speculators, script, "train", *(f"--{name}={value}" for name, value in flags.items())]
-    cost = run_measured([*command, *of_row["speculators"]], arguments.threads)
+    if not (out / COST).exists():
+        write_json(out / COST, run_measured([*command, *of_row["speculators"]], arguments.threads))
     newest = max((path for path in (out / "trained").iterdir() if path.name.isdigit()), key=lambda p: int(p.name))
-    command = [sys.executable, "-m", "drafthead", "import", f"from={newest}", f"base={EMBEDDED}", f"out={out / 'head'}"]
-    subprocess.run(command, check=True)
-    return cost
+    # Its layers slide over 2,048 tokens; all texts here are shorter.
+    settings = ["config.use_sliding_window=false", "config.layer_types=[full_attention]"]
+    folders = [f"from={newest}", f"base={EMBEDDED}", f"out={out / 'head'}"]
+    subprocess.run([sys.executable, "-m", "drafthead", "import", *folders, *settings], check=True)
+    return dict(read_json(out / COST))
 
 
 def write_corpus(run: RunConfig, base: str, folder: Path, python: str, script: str) -> None:

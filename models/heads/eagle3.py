@@ -8,7 +8,7 @@ read its own output. The head has its own projection to a draft vocabulary.
 Differences from the reference code:
 
 - The loss covers trained tokens only; there, the mean includes padding.
-- The untrained head is approximately the base's next-token head; there, it is random.
+- The untrained head is approximately the base's next-token head, with smaller logits; there, it is random.
 - Attention stays inside a document.
 - All targets are trained; there, only those at which the base's most likely token is in the draft vocabulary.
 - The induction head is our addition. EAGLE-2's trees (2406.16858) are ``DynamicTree``, for any head.
@@ -39,6 +39,10 @@ from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.devices import on_device
+
+START_SIZE = 0.3
+"""Size of an untrained head's logits, in that of the base's. They predict the token that the head reads, and not the
+one after it. With the base's certainty, training spends its first 30 steps on unlearning that."""
 
 
 class EagleLayer(HeadDecoderLayer):
@@ -150,6 +154,8 @@ class Eagle3Head(DraftHead):
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         # Start as the base's next-token head over the deepest layer's state; the decoder layer starts as the identity.
         start_as_base(self.fc, self.norm, base, layers.index(max(layers)) if layers else 0, is_final=not layers)
+        with torch.no_grad():
+            self.norm.weight.mul_(START_SIZE)
         self.projections = self.lm_heads(0)
         self.reads_drafts = not config.parallel
 
