@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from head_cases import EXAMPLE
@@ -30,6 +31,8 @@ Load = Callable[[str], ModuleType]
     ("draft_shapes", ["--depths", "1,2", "--widths", "16"], "one width per depth, got 1 for 2 depths"),
     ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps .*, got 0"),
     ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "phase 'joint'"),
+    ("training_quality", ["nowhere.yaml"], "nowhere.yaml is not a readable YAML file"),
+    ("training_quality", ["benchmarks/studies/eagle3.yaml", "--rows", "vlm"], "--rows .*, got vlm"),
     ("heads", ["--heads", "medsua"], "--heads .*, got medsua"),
     ("heads", ["--stage", "table", "--json", "nowhere.json"], "nowhere.json has no trained head yet"),
 )
@@ -51,6 +54,22 @@ def test_bad_input_ends_a_script_with_one_line(script: Load, capsys: pytest.Capt
 
 
 # Training ------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_settings_are_those_of_the_same_answers_and_seeds(script: Load) -> None:
+    """Answers and seeds differ by far more than the settings do; only a paired interval is narrow."""
+    quality, generator = script("training_quality"), np.random.default_rng(0)
+    steps = generator.uniform(20, 80, (3, 40)) * np.array([[0.5], [1.0], [2.0]])
+    baseline = np.stack([np.full((3, 40), 80.0), steps], -1)
+    row = np.stack([np.full((3, 40), 80.0), steps / 1.1], -1)
+    assert quality.ratio(row, baseline) == pytest.approx((1.1, 1.1, 1.1))
+    assert quality.ratio(row, baseline[:, ::-1])[1] < 1 < quality.ratio(row, baseline[:, ::-1])[2]
+
+
+def test_a_row_of_a_study_may_name_another(script: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("recipe: x\nrows: {a: &a [p=1], b: [*a, q=2], c: {speculators: [--lr=1]}}\n")
+    rows = script("training_quality").read_study(tmp_path / "a.yaml")["rows"]
+    assert rows == {"a": ["p=1"], "b": ["p=1", "q=2"], "c": {"speculators": ["--lr=1"]}}
 
 
 @cases(
