@@ -21,6 +21,7 @@ The record is written after every run and every judgement. The same command cont
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -98,13 +99,17 @@ def run_folder(out: Path, row: str, seed: int, steps: int) -> Path:
 def run_measured(command: Sequence[str], threads: int) -> dict[str, float]:
     """Run a training, and return its seconds, CPU seconds and peak memory."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
+    started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, env=environment)
-    _, status, usage = os.wait4(process.pid, 0)
+    while not (waited := os.wait4(process.pid, os.WNOHANG))[0]:
+        # Not the usage's maximum, which includes this process's memory at the fork.
+        peak = max(peak, *map(int, re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())), 0)
+        time.sleep(0.2)
+    _, status, usage = waited
     if status:
         raise UserError("the training failed; its output above says why")
     cpu_s = usage.ru_utime + usage.ru_stime
-    return {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s, "peak_gib": usage.ru_maxrss / 2**20}
+    return {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s, "peak_gib": peak / 2**20}
 
 
 def train(study: Mapping[str, Any], row: str, seed: int, arguments: Namespace) -> dict[str, float]:
@@ -269,7 +274,7 @@ def table(record: Mapping[str, Any], kind: str, split: str) -> list[dict[str, ob
                 line[f"{what}, ratio"] = ""
         costs = [run["cost"] for run in by_seed.values()]
         line["CPU s"], line["GiB"] = (
-            f"{median(c[key] for c in costs):.{d}f}" for key, d in (("cpu_s", 0), ("peak_gib", 1))
+            f"{median(c[key] for c in costs if key in c):.{d}f}" for key, d in (("cpu_s", 0), ("peak_gib", 1))
         )
         lines.append(line)
     return lines
