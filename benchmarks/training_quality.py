@@ -154,7 +154,8 @@ def train(study: Mapping[str, Any], row: str, seed: int, arguments: Namespace) -
     # Its layers slide over 2,048 tokens; all texts here are shorter.
     settings = ["config.use_sliding_window=false", "config.layer_types=[full_attention]"]
     folders = [f"from={newest}", f"base={EMBEDDED}", f"out={out / 'head'}"]
-    subprocess.run([sys.executable, "-m", "drafthead", "import", *folders, *settings], check=True)
+    if not (out / "head").exists():
+        subprocess.run([sys.executable, "-m", "drafthead", "import", *folders, *settings], check=True)
     return dict(read_json(out / COST))
 
 
