@@ -88,12 +88,12 @@ class RandomStates(StoredStates):
         width = head.base.hidden_size * (1 + len(head.spec.layers))
         dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
         super().__init__(folder, documents.lengths, width, dtype, {"benchmark": "train_step"})
+        self._lengths = documents.lengths
 
     def prepare(self, documents: Sequence[int]) -> None:
         """Store random values."""
         for document in documents:
-            span = self._span(document)
-            self.write([document], [torch.randn(span.stop - span.start, self.width)])
+            self.write([document], [torch.randn(int(self._lengths[document]), self.width)])
 
 
 class Bench:

@@ -71,8 +71,8 @@ class DraftHeadConfig:
     """Compute the Markov table [V, markov_rank] from the base's embedding by a trained matrix. With false, train the
     whole table."""
     markov_gate: bool = False
-    """Multiply the previous token's vector by a gate, the sigmoid of a linear map of the draft position's state and of
-    that vector (DSpark's gated Markov head)."""
+    """Multiply the previous token's vector by a gate (DSpark's gated Markov head). The gate is the sigmoid of a linear
+    map of the draft position's state and of that vector."""
     confidence: bool = False
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted. ``eval.prefix_threshold`` can
     then stop drafting after unlikely ones."""
