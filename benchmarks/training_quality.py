@@ -273,10 +273,9 @@ def table(record: Mapping[str, Any], kind: str, split: str) -> list[dict[str, ob
                 line[f"{what}, ratio"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(*pair))
             else:
                 line[f"{what}, ratio"] = ""
-        costs = [run["cost"] for run in by_seed.values()]
-        line["CPU s"], line["GiB"] = (
-            f"{median(c[key] for c in costs if key in c):.{d}f}" for key, d in (("cpu_s", 0), ("peak_gib", 1))
-        )
+        for column, key, digits in (("CPU s", "cpu_s", 0), ("GiB", "peak_gib", 1)):
+            values = [run["cost"][key] for run in by_seed.values() if key in run["cost"]]
+            line[column] = f"{median(values):.{digits}f}" if values else ""
         lines.append(line)
     return lines
 
