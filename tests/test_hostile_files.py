@@ -71,7 +71,6 @@ def test_links_that_lead_out_of_a_folder(tmp_path: Path) -> None:
     (folder / "circle").symlink_to("circle")
     refuses("circle", safe_join, folder, "circle")
     refuses("too long", safe_join, folder, "9" * 1000)
-    refuses("too long", safe_join, folder, "9" * 1000)
 
 
 def test_a_pipe_is_not_a_file(tmp_path: Path) -> None:

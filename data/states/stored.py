@@ -19,9 +19,9 @@ _STATES, _MARKS = "states.bin", "marks.bin"
 
 
 class StoredStates:
-    """Hidden states of documents in one file, which several processes and runs can fill. The file is
-    sparse: documents that are not filled take no space. A document's checksum is written after its states, and compared
-    when a process first reads it. This detects documents that a kill, a power failure or a bad disk has damaged."""
+    """Hidden states of documents in one file, which several processes and runs can fill. The file is sparse: documents
+    that are not filled take no space. A document's checksum is written after its states, and compared when a process
+    first reads it. This detects documents that a kill, a power failure or a bad disk has damaged."""
 
     def __init__(
         self, folder: Path, lengths: npt.NDArray[np.int64], width: int, dtype: str, manifest: dict[str, Any]
