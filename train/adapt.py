@@ -284,7 +284,7 @@ def simulated_steps(head: DraftHead, tree: TokenTree, text: Answer, hidden: Hidd
 def frozen_copy(head: DraftHead) -> DraftHead:
     """Return a copy of the head on the same base, with only its tree for one row; training does not change it."""
     whole = len(head.d2t) == head.base.vocab_size
-    copy = head.config.build(head.base, None if whole else head.d2t)
+    copy = head.config.build(head.base, None if whole else head.d2t, start=False)
     copy.load_state_dict(head.state_dict())
     copy.tree, copy.confidence_threshold = head.tree, head.confidence_threshold
     return copy.eval()

@@ -172,7 +172,7 @@ class RunContext:
 
     def new_head(self, start: bool = True) -> DraftHead:
         """Return the head to train, with the base's adapters if the run trains it: of ``init_from`` or new. With
-        ``start`` false, layers of the base are not copied, because the caller loads trained weights."""
+        ``start`` false, no initial weights are computed, because the caller loads trained ones."""
         config, original = self.run.head_config(), self.original
         base = original.parts if self.run.drops_layers else original.whole()  # sharded when the training begins
         if self.run.init_from is not None:
@@ -181,8 +181,9 @@ class RunContext:
             return head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
-        head = config.build(base, d2t, start=False)
-        if start and config.starts_from_layers:
+        copies = start and config.starts_from_layers
+        head = config.build(base, d2t, start=start and not copies)
+        if copies:
             head.load_state_dict(config.build(original.whole(), d2t).state_dict())
         if self.run.trains_base:
             head.train_base(now=False)

@@ -97,7 +97,7 @@ def as_exported(head: DraftHead) -> DraftHead:
     if head.config.inference_dtype(head.base) is None:
         return head
     d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
-    copy = replace(head.config, draft_dtype=None).build(head.base, d2t)
+    copy = replace(head.config, draft_dtype=None).build(head.base, d2t, start=False)
     copy.load_state_dict(head.state_dict())
     return copy.eval()
 

@@ -137,7 +137,9 @@ class DSparkHead(DraftHead):
         self.projections = self.lm_heads(0)
 
     @torch.no_grad()
-    def copy_base_layers(self) -> None:
+    def initialise(self) -> None:
+        if not self.config.copy_layers:
+            return
         base = self.base_model
         for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
             copy_layer(fresh_copy(base.model.model.layers[number], base.model_config, 0, number), layer)

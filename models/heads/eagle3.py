@@ -32,6 +32,7 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, map_active, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
+from drafthead.models.heads.parts.copying_start import start_copying
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
@@ -96,6 +97,9 @@ class Eagle3Config(DraftHeadConfig):
     """Theta of the layer's own rotary embedding, without scaling, as many published heads have it. With null, the
     layer rotates as the base does."""
 
+    starts_copying: bool = False
+    """Start as an induction head: attention finds the earlier positions of the newest token, and the layer drafts what
+    followed there. Layer 0 must be among ``layers``; with null, these are then 0, L // 2 and L - 3."""
     parallel: bool = False
     """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
     num_layers: int = 1
@@ -112,6 +116,10 @@ class Eagle3Config(DraftHeadConfig):
             raise ValueError(f"{what}; leave one out")
         if not 1 <= self.num_layers <= 16 or (self.num_layers > 1 and not self.parallel):
             raise ValueError(f"head.num_layers must be in [1, 16], and 1 without head.parallel, got {self.num_layers}")
+        layers = [0] if self.layers is None else list(self.layers)
+        if self.starts_copying and (self.parallel or 0 not in layers):
+            what = "head.parallel" if self.parallel else f"head.layers={layers}, which lacks layer 0"
+            raise ValueError(f"head.starts_copying cannot be combined with {what}; leave one out")
         if not 1 <= self.ttt_steps <= self.num_draft_tokens:
             what = f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}]"
             raise ValueError(f"{what}, got {self.ttt_steps}")
@@ -133,6 +141,8 @@ class Eagle3Head(DraftHead):
         super().__init__(config, base, d2t)
         width = base.hidden_size
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
+        if config.starts_copying and config.layers is None:
+            layers = (0, *layers[1:])
         config.check_layers(base.num_layers)
         self.spec = HiddenStatesSpec(layers=layers)
         fused = max(1, len(layers))
@@ -158,6 +168,12 @@ class Eagle3Head(DraftHead):
             self.norm.weight.mul_(START_SIZE)
         self.projections = self.lm_heads(0)
         self.reads_drafts = not config.parallel
+
+    def initialise(self) -> None:
+        if self.config.starts_copying:
+            norms = "each" if self.fc_norm else "all" if self.input_norm else None
+            arguments = self.projection(0).weight, self.d2t, self.spec.layers, norms
+            start_copying(self.midlayer.self_attn, self.fc, self.base, *arguments)
 
     @property
     def scaling(self) -> LMHead:

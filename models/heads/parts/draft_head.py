@@ -87,8 +87,8 @@ class DraftHeadConfig:
 
     def build(self, base: BaseParts, d2t: Tensor | None = None, start: bool = True) -> "DraftHead":
         """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings. ``d2t`` [W]
-        int64 maps draft ids to the base's ids (None: the whole vocabulary). With ``start`` false, the base's layers are
-        not copied, because the caller loads trained weights."""
+        int64 maps draft ids to the base's ids (None: the whole vocabulary). With ``start`` false, ``initialise`` is not
+        called, because the caller loads trained weights."""
         copies = start and self.starts_from_layers
         if (self.needs_layers or copies) and not isinstance(base, BaseModel):
             what = "starts as a copy of" if copies else "runs"
@@ -99,8 +99,8 @@ class DraftHeadConfig:
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
         built = head(self, base, d2t)
         built.check_defined()
-        if copies:
-            built.copy_base_layers()
+        if start:
+            built.initialise()
         return built
 
     @property
@@ -318,9 +318,8 @@ class DraftHead(nn.Module, Drafter):
         """Largest number of anchors that a training step uses, drawn at random; None: all."""
         return None
 
-    def copy_base_layers(self) -> None:
-        """Start an untrained head from the base's layers; only for heads with ``starts_from_layers``."""
-        raise NotImplementedError
+    def initialise(self) -> None:
+        """Set initial weights that are expensive to compute. It is not called if trained weights are loaded."""
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
