@@ -24,8 +24,8 @@ from torch import Tensor
 
 from drafthead.data.answers.store import Answer
 from drafthead.data.batch import TrainBatch
+from drafthead.engines.process import EngineError
 from drafthead.errors import UserError
-from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
 from drafthead.eval.lossless.self_check import fitted
 from drafthead.files.local import read_json, write_json

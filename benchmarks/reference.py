@@ -153,7 +153,9 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def commands() -> dict[str, type[Any]]:
     """Return the settings class of every command by name, except ``data``, whose settings are those of ``train``."""
-    return {"train": RunConfig} | {name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data")}
+    return {"train": RunConfig} | {
+        name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data", "serve")
+    }
 
 
 def _call(name: str, member: Any) -> str:

@@ -151,6 +151,8 @@ class CompletionsServer:
         self.key: str | None = None
         self.fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
         """(number of the request, its body) -> what goes wrong."""
+        self.extend: Callable[[dict[str, Any], dict[str, Any]], None] = lambda payload, body: None
+        """Adds to a response what a request asks for."""
         self.elsewhere = ""
         """Address that the fault ``redirect`` names."""
         self.bodies: list[dict[str, Any]] = []
@@ -195,6 +197,7 @@ class CompletionsServer:
         if self.dialect == "strict" and not isinstance(body["prompt"], str):
             return _send(handler, 422, {"error": "invalid type: prompt", "error_type": "validation"}, {})
         payload = self.payload(body)
+        self.extend(payload, body)
         if fault == "empty":
             payload["choices"][0] |= {"text": "", "token_ids": []}
             payload["usage"]["completion_tokens"] = 0

@@ -30,6 +30,7 @@ SETTINGS = {
     "import": ["from=x", "base=b", "out=y"],
     "push": ["head=x", "repo=me/x"],
     "engines": [],
+    "serve": ["recipe=medusa_smollm2"],
 }
 
 
@@ -44,7 +45,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
-    known = dict.fromkeys(("train", "data"), "seed")
+    known = dict.fromkeys(("train", "data", "serve"), "seed")
     known |= {"certify": "each", "import": "revision", "push": "private", "doctor": "recipes", "engines": "folder"}
     key = known.get(command, "base")
     call_fails(f"^error: {key}x is not a setting; did you mean {key}", command, *SETTINGS[command], f"{key}x=1")

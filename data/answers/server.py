@@ -4,7 +4,7 @@ the run with one line."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from drafthead.errors import UserError
 
 Log = Callable[[str], None]  # prints a line for the user
 T = TypeVar("T")
+Item = TypeVar("Item")
 TRANSIENT = (408, 409, 429)  # HTTP statuses below 500 that the ``openai`` client retries, as it does all from 500 on
 PROBE_TOKENS = 32
 SHARD_ROWS = 64  # answers per shard; a killed run loses fewer finished answers than this, and all unfinished ones
@@ -241,6 +242,30 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     return model
 
 
+def as_completed(
+    config: ServerConfig, log: Log, items: Iterable[Item], ask: Callable[[Server, Item], Coroutine[Any, Any, T]]
+) -> Iterator[T]:
+    """Yield ``ask(server, item)`` of all items as they are completed, with ``config.concurrency`` at a time. An error
+    or an interrupt cancels the open requests; it is raised after all finished ones."""
+    waiting = iter(items)
+    running = set[asyncio.Task[T]]()
+    with asyncio.Runner() as runner:
+        server = runner.run(Server(config, log).__aenter__())
+        try:
+            while True:
+                free = islice(waiting, config.concurrency - len(running))
+                running |= {runner.get_loop().create_task(ask(server, item)) for item in free}
+                if not running:
+                    return
+                done, running = runner.run(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
+                for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            runner.run(server.__aexit__())
+
+
 @dataclass(eq=False)
 class ServerBackend:
     """Generator of answers that requests them from a server; ``BuiltInBackend`` has the same interface."""
@@ -344,20 +369,4 @@ class ServerBackend:
 
             return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")
 
-        waiting = iter(prompts)
-        running = set[asyncio.Task[Answer]]()
-        with asyncio.Runner() as runner:
-            server = runner.run(Server(self.config, self.log).__aenter__())
-            try:
-                while True:
-                    free = islice(waiting, self.config.concurrency - len(running))
-                    running |= {runner.get_loop().create_task(answer(server, prompt)) for prompt in free}
-                    if not running:
-                        return
-                    done, running = runner.run(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
-                    for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last
-                        yield task.result()
-            finally:
-                for task in running:
-                    task.cancel()
-                runner.run(server.__aexit__())
+        yield from as_completed(self.config, self.log, prompts, answer)

@@ -18,8 +18,8 @@ from typing import Literal
 
 from drafthead.commands.command import command
 from drafthead.data.embedded.packages import pip_command
+from drafthead.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 from drafthead.errors import UserError
-from drafthead.eval.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 from drafthead.files.local import require_space
 from drafthead.settings.schema import settings
 from drafthead.system.display import Display

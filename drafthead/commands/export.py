@@ -23,9 +23,9 @@ from rich.table import Table
 
 from drafthead.commands.command import command, new_folder
 from drafthead.data.prompts.suites import load_suite
+from drafthead.engines.environment import engine_python
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
-from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.finished_answers import base_answers, read_texts

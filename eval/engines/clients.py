@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import openai
 
 from drafthead.data.answers.http_client import LimitedClient, api_key, error_text, through_end
-from drafthead.eval.engines.process import EngineError, EngineProcess
+from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0  # longest wait until an engine has updated its counters after an answer

@@ -6,7 +6,6 @@ int8 copies of the weights."""
 
 import hashlib
 import json
-import os
 import shutil
 import socket
 import sys
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drafthead.engines.process import EngineError, EngineProcess
+from drafthead.engines.vllm import vllm_python, vllm_variables
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
-from drafthead.eval.engines.environment import VLLM_SIZE, environment
-from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.lossless.export_check import as_exported
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
@@ -149,20 +148,13 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
     if "sglang" in formats and not settings.sglang.url:
         raise UserError("start SGLang with the exported head yourself, and set engine.sglang.url=http://...")
     if "vllm" in formats and not settings.vllm.url:
-        vllm_python(settings.vllm)
+        vllm_python(settings.vllm.python)
     return drafter, formats
 
 
 def _chain(head: DraftHead, config: EvalConfig) -> int:
     """Return the length of the chain to draft: ``engine.drafts``, or as many positions as the head was trained for."""
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
-
-
-def vllm_python(config: EngineConfig) -> str:
-    python = config.python or str(environment() / "bin" / "python")
-    if not Path(python).exists():
-        raise UserError(f"there is no {python}; install vLLM with `drafthead engines install=vllm` ({VLLM_SIZE})")
-    return python
 
 
 def check_drafts(head: DraftHead, drafts: int) -> None:
@@ -227,13 +219,7 @@ class EngineStart:
         if not plain:
             spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
             arguments += ["--speculative-config", json.dumps(spoken)]
-        every = range(self._threads)
-        cores = sorted(os.sched_getaffinity(0))[: self._threads] if hasattr(os, "sched_getaffinity") else every
-        variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        variables |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_LOGGING_LEVEL": "WARNING"}
-        if Path(folder).is_dir():
-            variables["HF_HUB_OFFLINE"] = "1"
-        return vllm_python(self.own), arguments, variables
+        return vllm_python(self.own.python), arguments, vllm_variables(str(folder), self._threads)
 
     def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
         path, kind = self.published / BASE_FILE, self.own.base_type

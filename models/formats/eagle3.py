@@ -91,14 +91,20 @@ class Eagle3Format(Format):
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:
         yield from super().unsupported(head)
-        yield from self.unsupported_layers(head, published_layers(head.base.num_layers))
+        yield from self.unsupported_layers(head, published_layers(head.base.num_layers), first=0)
         if head.lm_head is None:
             yield from self.unsupported_logits(head, instead="head.own_lm_head=true")
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        three = Engine("llama.cpp", "no: it reads exactly 3 layers")
-        refused = "llama.cpp" if len(head.spec.layers) != 3 else None
-        return tuple(three if e.current and e.name == refused else e.of(head.config) for e in self.engines)
+        refused = {}
+        if len(head.spec.layers) != 3:
+            refused["llama.cpp"] = "no: it reads exactly 3 layers"
+        if 0 in head.spec.layers:
+            refused["SGLang"] = "no: it cannot read layer 0, the embedding (its source for Llama)"
+        return tuple(
+            Engine(e.name, refused[e.name]) if e.current and e.name in refused else e.of(head.config)
+            for e in self.engines
+        )
 
     def matches(self, config: dict[str, Any]) -> bool:
         kinds = set(config.get("architectures") or [])

@@ -229,14 +229,14 @@ class Format:
             what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
             yield f"{head.base.name} {what}", instead
 
-    def unsupported_layers(self, head: Any, default: tuple[int, ...]) -> Unsupported:
+    def unsupported_layers(self, head: Any, default: tuple[int, ...], first: int = 1) -> Unsupported:
         """Yield an obstacle if the head reads base layers that engines cannot use. Engines concatenate the layers'
-        states in ascending order, each layer once. Some take the last layer's state before the final norm and others
-        after it."""
+        states in ascending order, each layer once, from layer ``first`` on. Some take the last layer's state before the
+        final norm and others after it."""
         count = head.base.num_layers
 
         def joins(layers: tuple[int, ...]) -> bool:
-            return bool(layers) and list(layers) == sorted({*layers}) and layers[0] >= 1 and layers[-1] < count
+            return bool(layers) and list(layers) == sorted({*layers}) and layers[0] >= first and layers[-1] < count
 
         if joins(layers := tuple(head.spec.layers)):
             return
@@ -244,7 +244,7 @@ class Format:
         instead = "null" if joins(default) else str(spread).replace(" ", "")
         what = f"it reads the layers {list(layers)}, and engines join layers in ascending order"
         yield (
-            f"{what}, out of 1 to {count - 1}",
+            f"{what}, out of {first} to {count - 1}",
             f"head.layers={instead}" if count > 1 else "a base with at least two layers",
         )
 

@@ -98,8 +98,8 @@ class Eagle3Config(DraftHeadConfig):
     layer rotates as the base does."""
 
     starts_copying: bool = False
-    """Start as an induction head: attention finds the earlier positions of the newest token, and the layer drafts what
-    followed there. Layer 0 must be among ``layers``; with null, these are then 0, L // 2 and L - 3."""
+    """Start with attention that drafts what followed earlier occurrences of the newest token (an induction head). Layer
+    0 then takes the place of the first of ``layers``."""
     parallel: bool = False
     """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
     num_layers: int = 1
@@ -116,10 +116,12 @@ class Eagle3Config(DraftHeadConfig):
             raise ValueError(f"{what}; leave one out")
         if not 1 <= self.num_layers <= 16 or (self.num_layers > 1 and not self.parallel):
             raise ValueError(f"head.num_layers must be in [1, 16], and 1 without head.parallel, got {self.num_layers}")
-        layers = [0] if self.layers is None else list(self.layers)
-        if self.starts_copying and (self.parallel or 0 not in layers):
-            what = "head.parallel" if self.parallel else f"head.layers={layers}, which lacks layer 0"
-            raise ValueError(f"head.starts_copying cannot be combined with {what}; leave one out")
+        count = 3 if self.layers is None else len(self.layers)
+        if self.starts_copying and (self.parallel or count < 2):
+            other = (
+                "head.parallel" if self.parallel else f"head.layers={self.layers}, which names fewer than two layers"
+            )
+            raise ValueError(f"head.starts_copying cannot be combined with {other}; leave one out")
         if not 1 <= self.ttt_steps <= self.num_draft_tokens:
             what = f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}]"
             raise ValueError(f"{what}, got {self.ttt_steps}")
@@ -141,7 +143,7 @@ class Eagle3Head(DraftHead):
         super().__init__(config, base, d2t)
         width = base.hidden_size
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
-        if config.starts_copying and config.layers is None:
+        if config.starts_copying:
             layers = (0, *layers[1:])
         config.check_layers(base.num_layers)
         self.spec = HiddenStatesSpec(layers=layers)

@@ -28,6 +28,7 @@ from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
+from drafthead.train.corpora.served_states import ServedStates
 from drafthead.train.corpora.states import ComputedStates
 from drafthead.train.original_base import OriginalBase
 
@@ -257,12 +258,22 @@ class Corpora:
         base = self.base.parts
         manifest: dict[str, Any] = {"base": base.identity(), "documents": documents.digest}
         manifest |= {"layers": list(spec.layers), "final": not has_finals}
-        manifest |= {"products": "bfloat16"} if base.kernels is not None and base.kernels.bfloat16_reads else {}
+        if self.config.states.url:
+            manifest |= {"computed_by": "server"}
+        elif base.kernels is not None and base.kernels.bfloat16_reads:
+            manifest |= {"products": "bfloat16"}
         folder = local.folder_of_manifest(self.folder / "states", manifest, f"{corpus}-")
         width = base.hidden_size * (len(spec.layers) + (not has_finals))
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float16"
         stored = StoredStates(folder, documents.lengths, width, dtype, manifest)
-        states = ComputedStates(self.base, documents, spec, stored, self.group, self.display, corpus, not has_finals)
+        arguments = documents, spec, stored, self.group, self.display, corpus
+        final, config = not has_finals, self.config.states
+        states: StatesSource
+        if config.url:
+            folder = self.config.served_folder
+            states = ServedStates(*arguments, with_final=final, parts=base, config=config, folder=folder)
+        else:
+            states = ComputedStates(*arguments, with_final=final, base=self.base)
         return AnswerStates(self.answers(), states) if has_finals else states
 
 

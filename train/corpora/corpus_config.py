@@ -1,6 +1,7 @@
 """Settings of a run's corpora: text, the base's own answers, and their folder."""
 
 from dataclasses import asdict, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -9,7 +10,7 @@ from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.text.chat import template_variables
 from drafthead.data.text.sources import SourceConfig, expand_sources, num_entries
 from drafthead.errors import UserError
-from drafthead.settings.schema import NonNegative, Positive, Temperature, require, settings
+from drafthead.settings.schema import NonNegative, Positive, PositiveFloat, Temperature, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 HELD_OUT_EVERY = 20  # every 20th conversation is not trained on, to measure acceptance and to calibrate the tree
@@ -100,6 +101,23 @@ class AnswersConfig:
 
 
 @settings(kw_only=True)
+class StatesConfig:
+    """Settings of a server that computes the base's hidden states, so that no layer of the base is loaded."""
+
+    url: str | None = None
+    """Address of a vLLM server that `drafthead serve` started for this recipe. For example ``http://node7:8000``. With
+    null, the base computes its hidden states itself."""
+    folder: str | None = None
+    """Folder into which the server writes its files, as seen from here. With null, ``served`` in ``data.folder``."""
+    concurrency: Positive = 8
+    """Largest number of concurrent requests."""
+    timeout: PositiveFloat = 600.0
+    """Longest time for one request, in seconds."""
+    tries: Positive = 5
+    """Largest number of requests for one document. If all fail, the run ends."""
+
+
+@settings(kw_only=True)
 class DataConfig:
     """Settings of a run's corpora."""
 
@@ -121,6 +139,7 @@ class DataConfig:
     """With transcripts, also train on the base's own answers (``answers``)."""
     text: TextConfig = field(default_factory=TextConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
@@ -130,6 +149,10 @@ class DataConfig:
         weighted = [source for source in self.transcripts if source.weight is not None]
         require(not weighted, "transcripts", "sources without weight; use limit", [str(source) for source in weighted])
         require(bool(self.transcripts) or not self.own_answers, "own_answers", "false without data.transcripts", True)
+
+    @property
+    def served_folder(self) -> Path:
+        return Path(self.states.folder or Path(self.folder) / "served")
 
     @property
     def has_own_prompts(self) -> bool:

@@ -1,7 +1,7 @@
-"""Hidden states that a base computes once for documents, in passes that all processes share."""
+"""Hidden states that are computed once for documents, by all processes together: by the base, or by a server."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,38 +20,48 @@ PASS_TOKENS = 2048  # largest number of tokens in a pass of several documents
 
 
 @dataclass(eq=False)
-class ComputedStates:
-    """Hidden states of ``documents`` that ``base`` computes if they are not in ``stored`` yet. A pass reads several
-    documents, packed into one row, each from its start. The passes depend only on the documents that are asked for, so
-    that any number of processes stores the same bytes, also if some are killed and start again."""
+class StatesOfDocuments:
+    """Hidden states of ``documents`` in ``stored``, into which ``fill`` puts those that are missing."""
 
-    base: OriginalBase
     documents: Documents
     spec: HiddenStatesSpec
     stored: StoredStates
     group: ProcessGroup
     display: Display
     label: str  # for the progress line
-    with_final: bool = True  # store the final state, before the layers of ``spec``
+    with_final: bool = field(default=True, kw_only=True)  # store the final state, before the layers of ``spec``
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:
         return self.stored.read(documents)
 
     def prepare(self, documents: Sequence[int]) -> None:
-        missing = {*self.stored.missing(documents)}
-        passes = [group for group in self._passes(documents) if not missing.isdisjoint(group)]
-        self.stored.require_space([*missing])
+        missing = self.stored.missing(documents)
+        self.stored.require_space(missing)
         self.group.wait()  # every process sees the same documents missing before one of them writes
-        if passes:
-            self._fill(passes, missing)
+        if missing:
+            self.fill(documents, missing)
         self.group.wait()
         if left := self.stored.missing(documents):
             raise UserError(
                 f"{len(left)} documents have no states in {self.stored.folder}; data.folder must be shared by all nodes"
             )
 
-    def _fill(self, passes: list[list[int]], missing: set[int]) -> None:
-        """Compute this process's share of ``passes``, and store the documents among ``missing``."""
+    def fill(self, documents: Sequence[int], missing: Sequence[int]) -> None:
+        """Store this process's share of the ``missing`` documents, out of the ``documents`` that are asked for."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class ComputedStates(StatesOfDocuments):
+    """States that ``base`` computes. A pass reads several documents, packed into one row, each from its start. The
+    passes depend only on the documents that are asked for, so that any number of processes stores the same bytes, also
+    if some are killed and start again."""
+
+    base: OriginalBase
+
+    def fill(self, documents: Sequence[int], missing: Sequence[int]) -> None:
+        wanted = {*missing}
+        passes = [group for group in self._passes(documents) if not wanted.isdisjoint(group)]
         base = self.base.for_states()
         reader, label = reading_copy(base), f"hidden states of {self.label}"
         # Processes run a sharded base together: only all of its layers, and each process as many times.
@@ -65,7 +75,7 @@ class ComputedStates:
             parts = [part for part in (states.final if self.with_final else None, states.layers) if part is not None]
             values = torch.split(torch.cat(parts, -1)[0], self.documents.lengths[numbers].tolist())
             if index < len(passes):
-                new = {n: value for n, value in zip(numbers, values, strict=True) if n in missing}
+                new = {n: value for n, value in zip(numbers, values, strict=True) if n in wanted}
                 self.stored.write([*new], [*new.values()])
         self.display.progress(label, len(passes), len(passes))
 

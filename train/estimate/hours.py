@@ -60,6 +60,7 @@ MOST_OPERATIONS = 5e12  # of a micro-batch whose steps are measured on a CPU; ot
 TOO_SHORT = 60.0  # seconds on an A10, below which set-up on a GPU takes longer than the run
 STEPS = 3  # to measure; the fastest counts
 STEPS_TO_FILL_HEAP = 24  # after which the memory of a training on a CPU hardly grows
+PASSES_TO_FILL_HEAP = 6  # of computing hidden states, likewise
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
@@ -156,6 +157,19 @@ def measured_step(run: RunConfig, base: BaseParts, plan: Estimate, display: Disp
     return fastest
 
 
+def read_documents(base: BaseModel, plan: Estimate, display: Display) -> None:
+    """Compute hidden states as before a training, in passes of different sizes, for each of which the heap grows."""
+    draw, reader = random.Random(0), reading_copy(base)
+    longest = min(max(phase.seq_len for phase in plan.phases.values()), base.max_context)
+    for number in range(PASSES_TO_FILL_HEAP):
+        display.progress("measuring the memory of computing hidden states", number, PASSES_TO_FILL_HEAP)
+        lengths = list[int]()
+        while not lengths or sum(lengths) + longest <= PASS_TOKENS:
+            lengths.append(draw.randint(1 + longest // 8, longest))
+        documents = Documents.of([np.zeros(length, np.int32) for length in lengths])
+        reader.hidden_states(one_row(documents, [*range(len(lengths))]), plan.head.spec)
+
+
 def why_not_measured(run: RunConfig, plan: Estimate) -> str:  # empty if they can be measured
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
@@ -238,8 +252,7 @@ def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Tabl
         weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
         lines.append(f"memory on this machine: {size(training)} at the peak of these steps, with {weights}")
     else:
-        tokens = np.zeros(min(PASS_TOKENS, base.max_context), np.int32)
-        reading_copy(base).hidden_states(one_row(Documents.of([tokens]), [0]), plan.head.spec)
+        read_documents(base, plan, display)
         more = f"at most {size(peak_memory())} while the base computes them"
         lines.append(f"memory on this machine: {size(training)} while training on stored hidden states, {more}")
     if run.hours:

@@ -10,8 +10,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from drafthead.data.answers.store import AnswerStats
 from drafthead.data.prompts.suites import suite_label
 from drafthead.data.text.sources import SourceConfig
+from drafthead.engines.environment import engine_python
 from drafthead.errors import visible
-from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.report.report import machine_line

