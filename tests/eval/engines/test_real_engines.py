@@ -77,7 +77,7 @@ def copying(**norms: bool) -> Eagle3Head:
     """Starts as an induction head, which reads layer 0."""
     settings = {"num_draft_tokens": 3, "ttt_steps": 3, "own_lm_head": False, "draft_vocab_size": 1024, **norms}
     config = Eagle3Config(starts_copying=True, norm_before_residual=True, **settings)  # type: ignore[arg-type]
-    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 10, lr=2e-3)
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 20, lr=2e-3)
 
 
 @cache
