@@ -152,7 +152,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 def commands() -> dict[str, type[Any]]:
-    """Return the settings class of every command by name, except ``data``, whose settings are those of ``train``."""
+    """Return the settings class of every command by name. ``data`` and ``serve`` have those of ``train``."""
     return {"train": RunConfig} | {
         name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data", "serve")
     }

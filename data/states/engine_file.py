@@ -30,14 +30,14 @@ def read_engine_file(path: Path, ids: Sequence[int], layers: int, width: int, ti
     try:
         with safe_open(path, "pt") as file:
             states: Tensor = file.get_tensor("hidden_states")
-            found: Tensor = file.get_tensor("token_ids")
+            tokens: Tensor = file.get_tensor("token_ids")
     except (OSError, SafetensorError) as error:
         raise BadStatesError(f"{path} is not readable ({error})") from None
     finally:
         path.unlink(missing_ok=True)
         _lock_of(path).unlink(missing_ok=True)
-    if found.tolist() != list(ids):
-        raise BadStatesError(_other_tokens(found.tolist(), list(ids)))
+    if tokens.tolist() != list(ids):
+        raise BadStatesError(_other_tokens(tokens.tolist(), list(ids)))
     if states.shape != (len(ids), layers, width):
         raise BadStatesError(f"states of shape {list(states.shape)}, expected {[len(ids), layers, width]}")
     if not bool(torch.isfinite(states).all()):

@@ -1,4 +1,4 @@
-"""Serve a recipe's base in vLLM, which computes hidden states and answers for `drafthead data` and `drafthead train`.
+"""Serve a recipe's base in vLLM, which computes hidden states for `drafthead train`.
 
 usage: drafthead serve recipe=NAME [key=value ...]
 
@@ -58,7 +58,7 @@ def _main(cfg: DictConfig) -> None:
     try:
         process.wait_until(lambda: _is_ready(port), START_S)
         url = f"http://127.0.0.1:{port}"
-        display.line(f"ready at {url}: set data.states.url={url}, and data.answers.server.url={url} for new answers")
+        display.line(f"ready at {url}: set data.states.url={url}")
         display.line("   Ctrl-C stops it")
         while True:
             process.check()

@@ -11,8 +11,7 @@ that followed there, ``x_{j+1}``. This needs no training, because a pair has all
 Transformers learn such heads only after many steps. Here, they are there at step 0, and training refines them. Deeper
 drafts copy, too, since their queries have the newest draft's embedding.
 
-Shape legend: D width, W draft tokens (a sample), G key heads, E head width, C numbers of
-a token's code.
+Shape legend: D width, W draft tokens, C numbers of a token's code.
 """
 
 from collections.abc import Sequence
