@@ -66,7 +66,6 @@ class DraftLM(DraftHead):
         super().__init__(config, base, d2t)
         last, steps = base.num_layers - 1, max(1, config.num_layers - 1)
         self._sources = config.from_layers or [round(n * last / steps) for n in range(config.num_layers)]
-        config.check_layers(base.num_layers)
         stock, settings = base.model.model.layers, base.model_config
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         if config.intermediate_size is not None:

@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
@@ -92,6 +92,9 @@ class DSparkConfig(DraftHeadConfig):
     def starts_from_layers(self) -> bool:
         return self.copy_layers
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        return spread_layers(num_layers, self.num_layers) if self.layers is None else tuple(self.layers)
+
     def check_layers(self, num_layers: int) -> None:
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
@@ -112,15 +115,12 @@ class DSparkHead(DraftHead):
     low_rank_name = "markov_out"
 
     def __init__(self, config: DSparkConfig, base: BaseParts, d2t: Tensor | None) -> None:
-        config.check_layers(base.num_layers)
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
         self.first_slot = int(not config.anchor_predicts)  # index of the slot that drafts the first token
         width, count, inner = base.hidden_size, config.num_layers, config.intermediate_size
-        layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
-        self.spec = HiddenStatesSpec(layers=layers)
-        self.fc = nn.Linear(len(layers) * width, width, bias=False, device=base.device)
+        self.fc = nn.Linear(len(self.spec.layers) * width, width, bias=False, device=base.device)
         self.hidden_norm = HeadRMSNorm(base)
         self.layers = nn.ModuleList(HeadDecoderLayer(base, inner, qk_norm=True, layer_idx=n) for n in range(count))
         self.norm = HeadRMSNorm(base)
@@ -130,7 +130,7 @@ class DSparkHead(DraftHead):
             self.slot_offset = nn.Parameter(torch.zeros(config.slots, width, device=base.device))
         with torch.no_grad():
             # Select the deepest of the states that are read.
-            deepest = layers.index(max(layers))
+            deepest = self.spec.layers.index(max(self.spec.layers))
             attention_layer.start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
             if self.slot_state is not None:
                 self.slot_state.weight.zero_()

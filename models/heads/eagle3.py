@@ -26,7 +26,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import BaseHidden, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
@@ -130,6 +130,10 @@ class Eagle3Config(DraftHeadConfig):
     def trained_positions(self) -> int:
         return self.ttt_steps
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        layers = published_layers(num_layers) if self.layers is None else tuple(self.layers)
+        return (0, *layers[1:]) if self.starts_copying else layers
+
 
 class Eagle3Head(DraftHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""
@@ -142,12 +146,7 @@ class Eagle3Head(DraftHead):
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
         width = base.hidden_size
-        layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
-        if config.starts_copying:
-            layers = (0, *layers[1:])
-        config.check_layers(base.num_layers)
-        self.spec = HiddenStatesSpec(layers=layers)
-        fused = max(1, len(layers))
+        fused = max(1, len(self.spec.layers))
         self.input_norm = HeadRMSNorm(base, fused * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(fused)) if config.fc_norm else None
         self.fc = nn.Linear(fused * width, width, bias=False, device=base.device)
@@ -165,6 +164,7 @@ class Eagle3Head(DraftHead):
             # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         # Start as the base's next-token head over the deepest layer's state; the decoder layer starts as the identity.
+        layers = self.spec.layers
         start_as_base(self.fc, self.norm, base, layers.index(max(layers)) if layers else 0, is_final=not layers)
         with torch.no_grad():
             self.norm.weight.mul_(START_SIZE)

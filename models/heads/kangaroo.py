@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import BaseHidden, HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
@@ -131,6 +131,9 @@ class KangarooConfig(DraftHeadConfig):
     """Stop drafting after a draft less probable than this. Only for static trees with ``draft_sampling=top_k``. 0 turns
     it off. ``eval.confidence_threshold`` overrides this default, and ``eval.grid`` may replace it by a faster one."""
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (self.exit_layer,)
+
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
             raise UserError(f"head.exit_layer must be below the base's {num_layers} layers, got {self.exit_layer}")
@@ -144,8 +147,6 @@ class KangarooHead(DraftHead):
 
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        config.check_layers(base.num_layers)
-        self.spec = HiddenStatesSpec(layers=(config.exit_layer,))
         self.confidence_threshold = config.confidence_threshold
         self.early_exit_layers = config.exit_layer
         self.input_layernorm = HeadRMSNorm(base)

@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.answers.draft_vocab import SMALLEST
-from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, LossOutput, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
@@ -108,6 +108,10 @@ class DraftHeadConfig:
         """Number of draft positions that the loss trains; ``loss.depth_weights`` has one weight for each."""
         return 1 if self.one_prediction else self.num_draft_tokens
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a base of ``num_layers`` layers whose states the head reads beside the final state."""
+        return ()
+
     def check_layers(self, num_layers: int) -> None:
         """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
         layers = getattr(self, "layers", None) or []
@@ -176,8 +180,10 @@ class DraftHead(nn.Module, Drafter):
 
     def __init__(self, config: DraftHeadConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__()
+        config.check_layers(base.num_layers)
         self.config = config
         self.base = base
+        self.spec = HiddenStatesSpec(layers=config.read_layers(base.num_layers))
         self.base_identity, self.base_fingerprint = base.identity(), base.fingerprint
         self.depth, self.vocab_size = config.num_draft_tokens, base.vocab_size
         self.batch_trees = {}
