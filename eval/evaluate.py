@@ -20,7 +20,7 @@ from drafthead.eval.lossless.certify import rule_total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, draw_margin, logit_margin, recompute_tokens
 from drafthead.eval.metrics.engine_comparison import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
-from drafthead.eval.metrics.summary import method_names, summarise
+from drafthead.eval.metrics.summary import method_names, retokenised, summarise
 from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
@@ -78,7 +78,9 @@ def evaluate(
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
-    evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order, spans=spans)
+    evaluation = summarise(
+        timed, equalities, partial(retokenised, base.tokenizer), base.dtype, costs, order, spans=spans
+    )
     evaluation |= _settings(base, drafter, config, draft_config, timed)
     optional = {
         "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
@@ -218,12 +220,6 @@ def _digest(drafter: str, config: EvalConfig) -> str:
     if config.batch_size == 1:
         del settings["batch_size"]  # logs of earlier versions lack it
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
-
-
-def _retokenised(base: BaseModel, tokens: list[int]) -> int:
-    """Return the number of tokens after decoding and tokenising an answer again, which Spec-Bench counts."""
-    text = base.tokenizer.decode(tokens, skip_special_tokens=True)
-    return len(base.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _equalities(

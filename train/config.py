@@ -245,6 +245,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if run.per_node_data and run.shard.mode == "full" and not run.shard.hybrid:
         raise UserError("per_node_data=true with shard=full shards the base over nodes; use shard=hybrid")
     _check_base_training(run)
+    _check_served(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
@@ -288,6 +289,26 @@ def _check_base_training(run: RunConfig) -> None:
         raise UserError(
             f"base.adapter={run.base.adapter} excludes phases.{tuning[0]}.train_base; merge the adapter into the base"
         )
+
+
+def _check_served(run: RunConfig) -> None:
+    """Store the hidden states of every phase if a server computes them; reject what needs the base's layers here."""
+    if not run.data.states.is_used:
+        return
+    config, remedy = run.head_config(), "leave data.states out"
+    if config.needs_layers or run.trains_base:
+        what = f"a head of type {config.head_type} runs or trains layers of its base, which a server has"
+        raise UserError(f"{what} (data.states.url); {remedy}")
+    if config.starts_from_layers:
+        raise UserError(
+            "head.copy_layers=true copies layers of the base, which a server has (data.states.url); set it to false"
+        )
+    if run.init_from is not None:
+        raise UserError(f"init_from measures the head with the base, whose layers a server has; {remedy}")
+    if run.data.text.stream:
+        raise UserError("data.text.stream=true computes hidden states while training; set it to false with data.states")
+    for phase in run.phases.values():
+        phase.store_hidden_states = True
 
 
 def _check_stream(run: RunConfig) -> None:

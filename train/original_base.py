@@ -1,11 +1,14 @@
 """The frozen base of a run: its parts, and its layers while something needs them."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from drafthead.data.answers.store import Answer
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.system.devices import unchanged_rng
@@ -55,6 +58,18 @@ class OriginalBase:
             self._load(sharded=self.shares)
         assert self._loaded is not None
         return self._loaded
+
+    @torch.inference_mode()
+    def read_answers(self, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Tensor]]:
+        """Yield every answer with its final states [n - 1, D], for n tokens of prompt and answer, in any order. The
+        last token is not read."""
+        base = self.whole()
+        for answer in answers:
+            ids = torch.tensor(answer.ids[:-1], device=base.device)
+            yield answer, base.forward(ids[None], base.new_cache(len(ids))).final[0]
+
+    def close(self) -> None:
+        """Stop what runs the base for this run, if it is another process."""
 
     def drop_layers(self) -> None:
         _ = self.parts

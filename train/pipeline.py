@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup, open_answers
-from drafthead.data.batch import TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import OWN, load_suite, suite_label
 from drafthead.data.text.packing import PackedRows
@@ -28,7 +28,9 @@ from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
 from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
+from drafthead.eval.unloaded import ENGINE, evaluate_unloaded
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER, BaseConfig
@@ -38,13 +40,14 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
-from drafthead.models.simulation.ranks import Ranks, answer_ranks
+from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import unchanged_rng
 from drafthead.system.machine import other_processes_line
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out
+from drafthead.train.corpora.served_base import ServedBase
 from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.estimate.duration import StageDurations
@@ -55,11 +58,12 @@ from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, SUITE, T
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer import checkpoint
-from drafthead.train.trainer.batches import open_held_out, unseen_text
+from drafthead.train.trainer.batches import open_held_out, open_phase_of, unseen_text
 from drafthead.train.trainer.trainer import Trainer
 
 MAX_HELD_OUT_ANSWERS = 64  # per corpus, to measure a head with continued training (``init_from``)
 MOST_COPIES = 0.25  # share of held-out answers that may nearly repeat a trained answer without a warning
+COMPARED_NODES = 8  # of a tree whose acceptance is compared with a chain's
 SHOWN_TOKENS = 96  # of the answer that the stage evaluate shows at its end
 
 
@@ -85,6 +89,10 @@ class RunContext:
 
     @cached_property
     def original(self) -> OriginalBase:
+        data = self.run.data
+        if data.states.is_used:
+            layers = self.run.head_config().read_layers
+            return ServedBase(self._read_parts, data.states, data.served_folder, layers, self.display)
         return OriginalBase(
             self._read_parts, self._load_base, shares=self.launch.sharding.shards_base and self.run.drops_layers
         )
@@ -98,7 +106,7 @@ class RunContext:
         config, device = self._base_config(sharded=False), self.launch.accelerator.device
         parts = BaseParts.of_checkpoint(config, device, self.display.line)
         # The first load on a machine times kernels, and hidden states depend on the choice.
-        return parts if restore_kernels(parts) else self._load_base(sharded=False)
+        return parts if self.run.data.states.is_used or restore_kernels(parts) else self._load_base(sharded=False)
 
     def _load_base(self, sharded: bool) -> BaseModel:
         config, sharding, device = self._base_config(sharded), self.launch.sharding, self.launch.accelerator.device
@@ -134,8 +142,11 @@ class RunContext:
         settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the head's own defaults
         return Tracker(self.launch.accelerator, run.tracker, self.folder, run.name, settings, self.display.line)
 
-    def close_tracker(self, error: type[BaseException] | None, *_: object) -> None:
-        """Close the tracker if a stage has opened it. After an ``error``, the tracker's run counts as failed."""
+    def close(self, error: type[BaseException] | None, *_: object) -> None:
+        """Stop the run's own server, and close the tracker if a stage has opened it. After an ``error``, the tracker's
+        run counts as failed."""
+        if "original" in vars(self):
+            self.original.close()
         if "tracker" in vars(self):
             self.tracker.finish(failed=error is not None)
 
@@ -189,17 +200,22 @@ class RunContext:
             head.train_base(now=False)
         return head
 
+    @property
+    def is_served(self) -> bool:
+        """True if a server runs the base, whose layers are never loaded here."""
+        return isinstance(self.original, ServedBase)
+
     def load_head(self) -> DraftHead:
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
-        return load_head(self.head_folder, self.base)
+        return load_head(self.head_folder, self.original.parts if self.is_served else self.base)
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
     """Run the stages ``run.stages`` of a run on this process. ``resolved`` is the recipe as YAML, to store."""
     with ExitStack() as at_end, launched(run) as launch:
         context = RunContext(run, launch)
-        at_end.push(context.close_tracker)  # after ``launched`` has told the other processes of an error
+        at_end.push(context.close)  # after ``launched`` has told the other processes of an error
         if launch.is_main:
             preflight(run, launch.accelerator.num_processes)
             at_end.enter_context(claimed(context.folder))
@@ -222,7 +238,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 def corpora(context: RunContext) -> None:
     """Make the answers or transcripts, and pack text into rows unless it is streamed. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
-    if not corpora.is_complete and context.launch.is_main:
+    served = isinstance(context.original, ServedBase)
+    if not (corpora.is_complete or served) and context.launch.is_main:
         durations = StageDurations(run, context.original.whole(), context.launch.accelerator.num_processes).table()
         display.console.print(durations)
     with unchanged_rng(), display.stage(f"corpus: {contents(run)}"):
@@ -241,6 +258,13 @@ def corpora(context: RunContext) -> None:
         with unchanged_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
             rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
+    if served and run.data.states.keep:
+        spec = HiddenStatesSpec(layers=run.head_config().read_layers(context.original.parts.num_layers))
+        with unchanged_rng(), display.stage("hidden states from the server"):
+            for name in run.phases:
+                open_phase_of(run, name, corpora, spec, context.launch.processes.count)
+            open_held_out(corpora, run.answer_row_length, spec, stored=True)
+        context.original.close()
     display.line(f"corpora: {run.data.folder}")
 
 
@@ -359,6 +383,9 @@ def quality(context: RunContext) -> None:
 def tree(context: RunContext) -> None:
     """Choose the tree with the highest expected speedup on this machine, once, and save it with the head."""
     run, display, head = context.run, context.display, context.load_head()
+    if context.is_served:
+        _choose_chain(context, head)
+        return
     path = context.folder / CALIBRATION
     source = "held-out answers of the training data"
     if (config := context.eval).split == "test" and run.tree_prompts:
@@ -390,11 +417,26 @@ def tree(context: RunContext) -> None:
         display.line(f"   {other_processes_line(costs.other_processes_cores)}")
 
 
+def _choose_chain(context: RunContext, head: DraftHead) -> None:
+    """Give ``head`` a chain of all its draft positions, as engines draft. Without the base's layers, no step costs are
+    known by which a tree could be chosen."""
+    with context.display.stage("acceptance on held-out answers of the training data, without the base's layers"):
+        tables = [accept_probs_of_ranks(ranks, WIDTH) for ranks in _tree_ranks(context, head)]
+        head.tree = TokenTree.chain(head.depth)
+        head.save_pretrained(context.head_folder)
+        best = greedy_tree(tables, COMPARED_NODES - 1).tree(COMPARED_NODES - 1)
+        chain, tree = (simulate_acceptance(tables, each).mean_accepted_length for each in (head.tree, best))
+        context.display.line(
+            f"   mean accepted length {chain:.2f} with a chain of {head.depth}, {tree:.2f} with a tree of "
+            f"{COMPARED_NODES} nodes; the head has the chain"
+        )
+
+
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     """Return the ranks of the true tokens among the head's candidates, for each answer on which the tree is chosen.
     Without a dev half, these are the held-out answers of the training data."""
     run = context.run
-    if context.development_answers is not None:
+    if not context.is_served and context.development_answers is not None:
         return text_ranks(head, context.development_answers)
     is_cached = any(phase.store_hidden_states for phase in run.phases.values())  # then also the held-out answers
     trained = OriginalBase.of(head.base_model) if run.trains_base else None
@@ -405,6 +447,9 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
 def evaluate(context: RunContext) -> None:
     """Answer the suite's prompts with the head and the baselines; write ``eval.json`` and ``report.html``."""
     config, display, head = context.eval, context.display, context.load_head()
+    if context.is_served:
+        _evaluate_unloaded(context, head)
+        return
     calibrated = load_calibration(context.folder / CALIBRATION, head)
     if calibrated is None:
         raise UserError(f"{context.folder / CALIBRATION} is missing or does not fit; run stages=[tree,evaluate]")
@@ -436,6 +481,17 @@ def evaluate(context: RunContext) -> None:
         ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=context.run.base.chat_template_kwargs)
         tokens = min(SHOWN_TOKENS, config.max_new_tokens)
         display.console.print(side_by_side(head.base_model, drafter, draft_config, ids, tokens))
+
+
+def _evaluate_unloaded(context: RunContext, head: DraftHead) -> None:
+    config, display = replace(context.eval, engines=[ENGINE]), context.display
+    log = read_json_lines(context.folder / "metrics.jsonl")
+    with display.stage(f"evaluation in vLLM: {suite_label(config.suite)}"):
+        evaluation = evaluate_unloaded(head, config, context.folder, display, log, context.agreement)
+    display.console.print(console_table(evaluation))
+    for line in console_lines(evaluation, log):
+        display.line(line)
+    context.tracker.finish(evaluation)
 
 
 def card(context: RunContext) -> None:

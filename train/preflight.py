@@ -40,7 +40,8 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
         raise UserError(f"init_data={run.init_data} has no folder 'answers'; name the data.folder of an earlier run")
     answers = run.data.answers
-    if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
+    is_needed = not (answers.copied or run.data.states.serve or (Path(run.data.folder) / "answers" / COMPLETE).exists())
+    if answers.server.url is not None and is_needed:
         from drafthead.data.answers.server import check_server
 
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)

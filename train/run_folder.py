@@ -46,7 +46,8 @@ def open_folder(run: RunConfig) -> None:
 def training_settings(run: RunConfig) -> dict[str, Any]:
     """Return the settings that decide what is trained, by dotted key. They may not change when a run is resumed."""
     settings = asdict(run)
-    settings["data"].pop("folder")
+    for setting in ("folder", "states"):
+        settings["data"].pop(setting)
     for setting in ("batch_size", "server"):
         settings["data"]["answers"].pop(setting)
     settings["base"].pop("kernels")

@@ -3,9 +3,8 @@ retries transient errors (429, 5xx, cut connections, timeouts). Malformed answer
 the run with one line."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, TypeVar
 
@@ -130,6 +129,11 @@ def _only_choice(completion: Any) -> CompletionChoice:
     return choices[0]
 
 
+def _with_choice(completion: Completion) -> Completion:
+    _only_choice(completion)
+    return completion
+
+
 class Server:
     """A connection to one server: the ``openai`` client, with errors as ``UserError``. Use as ``async with``."""
 
@@ -141,9 +145,6 @@ class Server:
         self._logged: set[str] = set()
 
     async def __aenter__(self) -> "Server":
-        # At INFO, which Hydra sets, they log a line for every answer.
-        logging.getLogger("httpx2").setLevel(logging.WARNING)
-        logging.getLogger("openai").setLevel(logging.WARNING)
         self._client = openai.AsyncOpenAI(
             base_url=self.config.root,
             api_key=self._key or "none",
@@ -276,6 +277,9 @@ class ServerBackend:
     max_prompt_tokens: int
     greedy_match_rate: Callable[[list[Answer]], float]  # share of the answers' tokens that the base would choose
     log: Log = lambda line: None
+    more: dict[str, Any] = field(default_factory=dict)  # additional fields of requests for a corpus's answers
+    on_answer: Callable[[Completion, Answer | None], None] = lambda completion, answer: None
+    """Called in a thread after each request, with None for an answer that is not one of the corpus."""
     _recorded: dict[str, Any] | None = None
     _model: tuple[str, bool] | None = None
 
@@ -310,7 +314,7 @@ class ServerBackend:
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
-        answers = self._answers(missing, self.completions.sampler)
+        answers = self._answers(missing, self.completions.sampler, for_corpus=True)
         for index in count():
             shard: list[Answer] = []
             try:
@@ -344,11 +348,12 @@ class ServerBackend:
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
         async with Server(self.config, self.log) as server:
-            choice = await server.ask(completions.request(model, prompt), _only_choice, "a first prompt")
-        return not isinstance(getattr(choice, "token_ids", None), list)
+            completion = await server.ask(completions.request(model, prompt), _with_choice, "a first prompt")
+            await asyncio.to_thread(self.on_answer, completion, None)
+        return not isinstance(getattr(completion.choices[0], "token_ids", None), list)
 
     def _answers(
-        self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
+        self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False, for_corpus: bool = False
     ) -> Iterator[Answer]:
         """Yield answers as they arrive, with ``config.concurrency`` requests at a time. With ``check_prompts``, reject
         a server that reads a prompt as another number of tokens. An error or an interrupt cancels the open requests; it
@@ -359,14 +364,19 @@ class ServerBackend:
         completions = replace(self.completions, sampler=sampler)
 
         async def answer(server: Server, prompt: Prompt) -> Answer:
-            def parse(completion: Completion) -> Answer:
+            def parse(completion: Completion) -> tuple[Completion, Answer]:
                 ids = getattr(_only_choice(completion), "prompt_token_ids", None)
                 length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
                 if check_prompts and isinstance(length, int) and length != len(prompt[1]):
                     what = f"the server read {length} tokens of a prompt of {len(prompt[1])}"
                     raise UserError(f"{what}; serve the base itself")
-                return completions.parse(completion, prompt, as_text)
+                return completion, completions.parse(completion, prompt, as_text)
 
-            return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")
+            request = completions.request(model, prompt)
+            if for_corpus:
+                request["extra_body"] |= self.more
+            completion, parsed = await server.ask(request, parse, f"prompt {prompt[0]}")
+            await asyncio.to_thread(self.on_answer, completion, parsed if for_corpus else None)
+            return parsed
 
         yield from as_completed(self.config, self.log, prompts, answer)

@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,8 +35,7 @@ def read_engine_file(path: Path, ids: Sequence[int], layers: int, width: int, ti
     except (OSError, SafetensorError) as error:
         raise BadStatesError(f"{path} is not readable ({error})") from None
     finally:
-        path.unlink(missing_ok=True)
-        _lock_of(path).unlink(missing_ok=True)
+        _remove(path)
     if tokens.tolist() != list(ids):
         raise BadStatesError(_other_tokens(tokens.tolist(), list(ids)))
     if states.shape != (len(ids), layers, width):
@@ -51,6 +51,26 @@ def read_engine_file(path: Path, ids: Sequence[int], layers: int, width: int, ti
             if torch.equal(states[:, first], states[:, second]):
                 raise BadStatesError(f"equal states in the layers number {first} and {second} of {layers}")
     return states
+
+
+def move_engine_file(path: Path, target: Path, timeout_s: float) -> None:
+    """Move a file to ``target`` once it is written, unread. Raises a ``BadStatesError`` as ``read_engine_file``."""
+    _wait(path, timeout_s)
+    target.parent.mkdir(exist_ok=True)
+    path.replace(target)
+    _lock_of(path).unlink(missing_ok=True)
+
+
+def remove_engine_file(path: Path, timeout_s: float) -> None:
+    """Remove a file that nobody reads, once it is written."""
+    with suppress(BadStatesError):
+        _wait(path, timeout_s)
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _lock_of(path).unlink(missing_ok=True)
 
 
 def _wait(path: Path, timeout_s: float) -> None:

@@ -13,6 +13,10 @@ from drafthead.data.answers.store import AnswerStore
 class StatesSource(Protocol):
     """Hidden states of a corpus's documents, by document number."""
 
+    @property
+    def ahead(self) -> int:
+        """Number of batches to read before their use, each in a thread of its own."""
+
     def prepare(self, documents: Sequence[int]) -> None:
         """Make the states of ``documents`` that are missing. All processes call this at once, with equal lists."""
 
@@ -27,6 +31,10 @@ class AnswerStates:
     def __init__(self, answers: AnswerStore, layers: StatesSource | None) -> None:
         """Document n is the answer with the n-th lowest prompt number. ``layers`` None: only final states are read."""
         self._answers, self._layers, self._prompt_numbers = answers, layers, sorted(answers.done)
+
+    @property
+    def ahead(self) -> int:
+        return 1 if self._layers is None else self._layers.ahead
 
     def prepare(self, documents: Sequence[int]) -> None:
         if self._layers is not None:

@@ -8,6 +8,8 @@ drafthead data recipe=eagle3_llama3 data.answers.server.url=http://node7:8000
 The settings are those of `drafthead train`.
 """
 
+from contextlib import ExitStack
+
 from omegaconf import DictConfig
 
 from drafthead.settings.compose import run_recipe, say
@@ -20,11 +22,13 @@ from drafthead.train.preflight import preflight
 
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
-    with signals.install_handlers(say), launched(run) as launch:
+    with signals.install_handlers(say), ExitStack() as at_end, launched(run) as launch:
         if launch.is_main:
             preflight(run)
         launch.accelerator.wait_for_everyone()
-        corpora(RunContext(run, launch))
+        context = RunContext(run, launch)
+        at_end.push(context.close)
+        corpora(context)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.lossless.export_check import as_exported
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
@@ -65,7 +66,7 @@ class ServedEngines:
 
 
 @contextmanager
-def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
+def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
     """Export the head below ``folder`` and start the engines of ``config``; stop them when the context ends."""
     served = ServedEngines()
     if not config.engines:
@@ -172,7 +173,7 @@ class EngineStart:
     stack: ExitStack  # its end stops the processes that were started
     name: str
     settings: EnginesConfig
-    base: BaseModel
+    base: BaseParts
     published: Path
     method: str  # the engine's name for the head's drafting method
     drafts: int
@@ -224,6 +225,7 @@ class EngineStart:
     def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
+            assert isinstance(self.base, BaseModel)
             write_base(self.base, path, kind)
         settings = {"port": port, "base": str(path), "context": self._context, "threads": self._threads}
         settings |= {"drafts": self.drafts, "f32_cache": kind == "f32"}

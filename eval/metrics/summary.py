@@ -79,6 +79,12 @@ def summarise(
     return plain
 
 
+def retokenised(tokenizer: Any, tokens: list[int]) -> int:
+    """Return the number of tokens after decoding and tokenising an answer again, which Spec-Bench counts."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
 def method_names(names: Mapping[str, object]) -> list[str]:
     """Return the names of the speculative methods (all but ``AUTOREGRESSIVE``), the headline method first."""
     methods = [name for name in names if name not in AUTOREGRESSIVE]

@@ -44,7 +44,7 @@ def write_report(
         interval=tables.cell_text("95 %", overall["speedup"]["interval_95"]),
         identical=tables.identical(overall),
         warning=tables.warning(evaluation),
-        autoregressive=tables.BASELINE_NAMES[autoregressive],
+        autoregressive=tables.baseline_name(evaluation, autoregressive),
         speeds=speeds_line(overall),
         by_task=by_task,
         by_method=by_method,
@@ -65,7 +65,7 @@ def write_report(
 
 def speeds_line(overall: dict[str, Any]) -> str:
     speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
-    shown = [(tables.BASELINE_NAMES[name], tables.number(speed, "{:.1f}")) for name, speed in speeds]
+    shown = [(tables.baseline_name(evaluation, name), tables.number(speed, "{:.1f}")) for name, speed in speeds]
     others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])
     return f"{tables.number(overall['tokens_per_second'], '{:.1f}')} tokens/s over {shown[0][1]} ({shown[0][0]})" + (
         f"; other decoding without drafts: {others}" if others else ""

@@ -108,6 +108,12 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
     return ResultTable.of("Speculative against autoregressive decoding", rows, has_total=True)
 
 
+def baseline_name(evaluation: dict[str, Any], name: str) -> str:
+    """Return what decodes without drafts; an engine if it answered with drafts, too (``evaluate_unloaded``)."""
+    engine = evaluation.get("answered_by")
+    return BASELINE_NAMES[name] if engine is None else f"{engine['engine']} {engine['version']} without the head"
+
+
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
     overall = evaluation["overall"]
     chains = {engine.get("chain") for engine in evaluation.get("engines", {}).values()} - {METHOD}
@@ -127,7 +133,9 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
     _, fastest = fastest_autoregressive(overall)
     for name, speed in overall["autoregressive_tokens_per_second"].items():
         measured = {"tau": 1.0, "tok/s": speed, "speedup": speed / fastest if speed and fastest else None}
-        rows.append(dict.fromkeys(rows[0]) | {"method": f"autoregressive ({BASELINE_NAMES[name]})"} | measured)
+        rows.append(
+            dict.fromkeys(rows[0]) | {"method": f"autoregressive ({baseline_name(evaluation, name)})"} | measured
+        )
     return ResultTable.of("Methods, over all prompts", rows)
 
 
@@ -176,12 +184,13 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
     overall = evaluation["overall"]
     speeds = [
-        f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
+        f"{number(speed, '{:.1f}')} ({baseline_name(evaluation, name)})"
         for name, speed in sorted(overall["autoregressive_tokens_per_second"].items())
     ]
+    is_complete = "answered_by" in evaluation or "transformers_stock" in overall["autoregressive_tokens_per_second"]
     lines = [
         f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive {', '.join(speeds)}"
-        + ("" if "transformers_stock" in overall["autoregressive_tokens_per_second"] else STOCK_LEFT_OUT),
+        + ("" if is_complete else STOCK_LEFT_OUT),
         f"mean accepted length (tau, with the bonus token) {prompts_line(evaluation)}: "
         f"{number(overall['mean_accepted_length'])}; accepted by draft position, given the one before: "
         f"{' '.join(number(value) for value in overall['acceptance_per_depth'])}",

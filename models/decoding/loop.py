@@ -20,6 +20,7 @@ from torch import Tensor
 from drafthead.errors import UserError
 from drafthead.files.local import same_base
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
@@ -279,7 +280,7 @@ def prepare(
     )
 
 
-def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: str) -> None:
+def check_ids(base: BaseParts, ids: Sequence[int], max_new_tokens: int, where: str) -> None:
     """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``."""
     if not ids:
         raise UserError(f"{where} is empty; give at least one token")

@@ -24,6 +24,7 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.system.display import Display
 from drafthead.train.corpora.built_in import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
+from drafthead.train.corpora.served_base import ServedBase
 from drafthead.train.original_base import OriginalBase
 
 if TYPE_CHECKING:
@@ -132,9 +133,19 @@ class AnswerGenerator:
             Completions(base.tokenizer, base.eos_ids, base.vocab_size, config.sampler),
             base=base.name,
             max_prompt_tokens=config.max_prompt_tokens,
-            greedy_match_rate=lambda answers: agreement(self.base.whole(), answers).greedy,
+            greedy_match_rate=lambda answers: agreement(self.base, answers).greedy,
             log=self.display.line,
+            **self._states_with_answers(),
         )
+
+    def _states_with_answers(self) -> dict[str, Any]:
+        """Return arguments of the backend that keep the states which the run's server computes while it answers."""
+        base = self.base
+        if not isinstance(base, ServedBase) or self.config.server.url != base.config.url:
+            return {}
+        if self.group.rank == 0 and not (self.folder / COMPLETE).exists():
+            base.start()
+        return {"more": base.WITH_ANSWER if base.config.keep else {}, "on_answer": base.keep}
 
     @cached_property
     def prompts(self) -> PromptTable:
@@ -157,12 +168,14 @@ class AnswerGenerator:
         """Open the corpus, or create it; reject one that was begun with other settings or another backend."""
         recorded = local.read_manifest(self.folder) if (self.folder / local.MANIFEST_NAME).exists() else {}
         serves = self.config.server.url is not None
-        if recorded and ("server" in recorded) != serves:
+        is_other = bool(recorded) and ("server" in recorded) != serves
+        if is_other and not (self.folder / COMPLETE).exists():
             before = "the built-in decoding" if serves else "a server"
             remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
             raise UserError(f"{self.folder} was started with {before}; {remedy}, or choose another data.folder")
         manifest = {"base": self.base.parts.identity(), "seed": self.seed, **self.config.manifest()}
-        return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
+        made_by = {key: recorded[key] for key in ("server", "dtype") if key in recorded}
+        return AnswerStore(self.folder, manifest | (made_by if is_other else self.backend.identity(recorded)))
 
     def _prepare(self) -> None:
         """Check the chat template. Unless all prompts have answers, choose prompts and check backend and disk space."""
@@ -319,7 +332,7 @@ def copy_precomputed(base: OriginalBase, config: AnswersConfig, folder: Path, di
     if not answers:
         raise UserError(f"no answered prompt in {source} is within data.answers.max_prompt_tokens={longest}; raise it")
     if made_by["sampler"]["temperature"] == 0:
-        measured = agreement(base.whole(), answers[:COMPARED])
+        measured = agreement(base, answers[:COMPARED])
         share = f"{100 * measured.greedy:.1f} %"
         display.line(
             f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of "

@@ -11,7 +11,6 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.batch import Ratio
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.corpus import check_context, generate_answers
 from drafthead.system.display import Display
@@ -84,17 +83,17 @@ class Agreement:
 
 
 @torch.inference_mode()
-def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
+def agreement(base: OriginalBase, answers: Iterable[Answer]) -> Agreement:
     """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt. All
     tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server)."""
-    greedy, probability, tokens, count = 0, 0.0, 0, 0
-    for count, answer in enumerate(answers, start=1):  # noqa: B007
-        ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
-        hidden = base.forward(ids[None, :-1], base.new_cache(len(ids) - 1)).final[0, answer.boundary - 1 :]
-        trained = ids[answer.boundary :]
+    greedy, probability, tokens, count, parts = 0, 0.0, 0, 0, base.parts
+    for answer, states in base.read_answers(answers):
+        count += 1
+        hidden = states[answer.boundary - 1 :].to(parts.device, parts.dtype)
+        trained = torch.tensor(answer.ids[answer.boundary :], device=parts.device)
         for start in range(0, len(trained), LOGIT_ROWS):
             targets = trained[start : start + LOGIT_ROWS]
-            logits = base.logits(hidden[start : start + LOGIT_ROWS])
+            logits = parts.lm_head.logits(hidden[start : start + LOGIT_ROWS])
             greedy += int((logits.argmax(-1) == targets).sum())
             probability += float(logits.float().log_softmax(-1).gather(-1, targets[:, None]).exp().sum())
             tokens += len(targets)

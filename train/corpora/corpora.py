@@ -28,7 +28,8 @@ from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
-from drafthead.train.corpora.served_states import ServedStates
+from drafthead.train.corpora.served_base import ServedBase
+from drafthead.train.corpora.served_states import PassingStates, ReadStates, ServedStates
 from drafthead.train.corpora.states import ComputedStates
 from drafthead.train.original_base import OriginalBase
 
@@ -249,16 +250,23 @@ class Corpora:
         counts = self.answers().token_counts(self.base.parts.vocab_size, self.measures)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.parts.eos_ids))
 
-    def states(self, corpus: Literal["text", "answers"], documents: Documents, spec: HiddenStatesSpec) -> StatesSource:
+    def states(
+        self, corpus: Literal["text", "answers"], documents: Documents, spec: HiddenStatesSpec, keep: bool = True
+    ) -> StatesSource:
         """Return the stored hidden states of ``documents``, which the base computes if they are missing. If the answer
-        store has the final states, the base computes only the layers that ``spec`` names."""
+        store has the final states, the base computes only the layers that ``spec`` names. With ``keep`` false,
+        ``data.states.keep`` decides whether the states that a server computes are stored."""
         has_finals = corpus == "answers" and self.answers().has_hidden_states
         if has_finals and not spec.layers:
             return AnswerStates(self.answers(), None)
         base = self.base.parts
         manifest: dict[str, Any] = {"base": base.identity(), "documents": documents.digest}
         manifest |= {"layers": list(spec.layers), "final": not has_finals}
-        if self.config.states.url:
+        if isinstance(self.base, ServedBase):
+            if not (keep or self.config.states.keep):
+                read = ReadStates(documents, spec, self.base, not has_finals)
+                passing = PassingStates(read, self.group)
+                return AnswerStates(self.answers(), passing) if has_finals else passing
             manifest |= {"computed_by": "server"}
         elif base.kernels is not None and base.kernels.bfloat16_reads:
             manifest |= {"products": "bfloat16"}
@@ -267,13 +275,11 @@ class Corpora:
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float16"
         stored = StoredStates(folder, documents.lengths, width, dtype, manifest)
         arguments = documents, spec, stored, self.group, self.display, corpus
-        final, config = not has_finals, self.config.states
         states: StatesSource
-        if config.url:
-            folder = self.config.served_folder
-            states = ServedStates(*arguments, with_final=final, parts=base, config=config, folder=folder)
+        if isinstance(self.base, ServedBase):
+            states = ServedStates(*arguments, with_final=not has_finals, base=self.base)
         else:
-            states = ComputedStates(*arguments, with_final=final, base=self.base)
+            states = ComputedStates(*arguments, with_final=not has_finals, base=self.base)
         return AnswerStates(self.answers(), states) if has_finals else states
 
 

@@ -14,6 +14,7 @@ from drafthead.settings.schema import NonNegative, Positive, PositiveFloat, Temp
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 HELD_OUT_EVERY = 20  # every 20th conversation is not trained on, to measure acceptance and to calibrate the tree
+PORT = 8000  # of the server that a run or `drafthead serve` starts
 COMPLETE = "complete.json"  # written when every prompt is answered; from then on no server is needed
 
 
@@ -102,19 +103,44 @@ class AnswersConfig:
 
 @settings(kw_only=True)
 class StatesConfig:
-    """Settings of a server that computes the base's hidden states, so that no layer of the base is loaded."""
+    """Settings of a vLLM server that runs the base: it answers, and computes hidden states. No layer of the base is
+    loaded."""
 
     url: str | None = None
     """Address of a vLLM server that `drafthead serve` started for this recipe. For example ``http://node7:8000``. With
-    null, the base computes its hidden states itself."""
+    null, the base is run here, unless ``serve`` is true."""
+    serve: bool = False
+    """Start this server for the run, at the port of ``url`` or at 8000, and stop it when all states are stored. This
+    needs `drafthead engines install=vllm`."""
+    arguments: list[str] = field(default_factory=list)
+    """More arguments for the vLLM that `drafthead serve` or ``serve`` starts. For example
+    ``[--tensor-parallel-size, "8"]``."""
     folder: str | None = None
     """Folder into which the server writes its files, as seen from here. With null, ``served`` in ``data.folder``."""
+    keep: bool = True
+    """Store all hidden states before a phase begins. With false, the server computes the states of each row again
+    whenever it is trained on, and nothing is stored: for corpora larger than the disk. It then runs during training."""
+    ahead: Positive = 4
+    """Largest number of micro-batches that are requested before their use, with ``keep=false``."""
     concurrency: Positive = 8
     """Largest number of concurrent requests."""
     timeout: PositiveFloat = 600.0
     """Longest time for one request, in seconds."""
     tries: Positive = 5
     """Largest number of requests for one document. If all fail, the run ends."""
+
+    def __post_init__(self) -> None:
+        if self.serve and self.url is None:
+            self.url = f"http://127.0.0.1:{PORT}"
+        self.requests()  # checks the address
+
+    @property
+    def is_used(self) -> bool:
+        return self.url is not None
+
+    def requests(self) -> ServerConfig:
+        """Return how the server is asked for states."""
+        return ServerConfig(url=self.url, concurrency=self.concurrency, timeout=self.timeout, tries=self.tries)
 
 
 @settings(kw_only=True)
@@ -146,6 +172,8 @@ class DataConfig:
         if self.prompts:
             count = sum(num_entries(source) or self.answers.prompts for source in self.prompts)
             self.answers = replace(self.answers, sources=self.prompts, prompts=count, self_prompted=0, fresh=True)
+        if self.states.is_used and self.answers.server.url is None:
+            self.answers = replace(self.answers, server=replace(self.answers.server, url=self.states.url))
         weighted = [source for source in self.transcripts if source.weight is not None]
         require(not weighted, "transcripts", "sources without weight; use limit", [str(source) for source in weighted])
         require(bool(self.transcripts) or not self.own_answers, "own_answers", "false without data.transcripts", True)

@@ -29,6 +29,7 @@ class StatesOfDocuments:
     group: ProcessGroup
     display: Display
     label: str  # for the progress line
+    ahead: int = field(default=1, init=False)
     with_final: bool = field(default=True, kw_only=True)  # store the final state, before the layers of ``spec``
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:

@@ -73,9 +73,7 @@ def write_transcripts(
         if not store.done:
             raise UserError(f"data.transcripts has no assistant turn to train on ({'; '.join(found)}); repair it")
         chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
-        measured = agreement(
-            base.whole(), (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen)
-        )
+        measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
         write_json(folder / AGREEMENT, {**asdict(measured), "findings": found})
     result = read_json(folder / AGREEMENT)
     for line in (*result.get("findings", ()), agreement_line(result)):

@@ -1,8 +1,9 @@
 """Batches of one phase: the rows of each step, and their hidden states."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -15,7 +16,7 @@ from drafthead.data.text.packing import PackedRows
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
 from drafthead.system.devices import pinned
-from drafthead.train.config import PhaseConfig
+from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.original_base import OriginalBase
 
@@ -57,17 +58,22 @@ class PhaseData:
         return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield ``load`` of each list of row numbers in order, while a thread reads the next list from disk."""
-        with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
-            upcoming: Future[tuple[TrainBatch, Tensor | None]] | None = None
-            for numbers in chain(batches, [None]):
-                current = upcoming
-                upcoming = None if numbers is None else reader.submit(self.read, numbers)
-                if current is not None:
-                    started = perf_counter()
-                    batch, stored = current.result()
-                    self.waited_s += perf_counter() - started
-                    yield self.with_hidden_states(batch, stored)
+        """Yield ``load`` of each list of row numbers in order, while threads read the next ones: one from disk, more
+        from a server (``StatesSource.ahead``)."""
+        ahead = 1 if self.states is None else self.states.ahead
+        coming, upcoming = iter(batches), deque[Future[tuple[TrainBatch, Tensor | None]]]()
+        reader = ThreadPoolExecutor(ahead, thread_name_prefix="rows")
+        try:
+            while True:
+                upcoming += [reader.submit(self.read, n) for n in islice(coming, ahead + 1 - len(upcoming))]
+                if not upcoming:
+                    return
+                started = perf_counter()
+                batch, stored = upcoming.popleft().result()
+                self.waited_s += perf_counter() - started
+                yield self.with_hidden_states(batch, stored)
+        finally:
+            reader.shutdown(cancel_futures=True)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
         """Return the rows ``numbers`` and their hidden states from disk, in host memory; None without ``states``."""
@@ -140,8 +146,16 @@ def open_phase(
     data = PhaseData(rows, corpora.base, spec, subset, seed)
     if phase.store_hidden_states:
         needed = len(data.subset) if num_rows is None else min(num_rows, len(data.subset))
-        data.store(corpora.states(phase.corpus, rows.documents, spec), data.numbers(0, needed))
+        data.store(corpora.states(phase.corpus, rows.documents, spec, keep=False), data.numbers(0, needed))
     return data
+
+
+def open_phase_of(run: RunConfig, name: str, corpora: Corpora, spec: HiddenStatesSpec, processes: int) -> PhaseData:
+    """Open the rows of the phase ``name``, of a run that started with ``processes`` processes. Hidden states are stored
+    only for rows that the phase's steps use."""
+    phase = run.phases[name]
+    seed = run.seed * 1000 + list(run.phases).index(name)
+    return open_phase(corpora, phase, spec, seed, num_rows=phase.steps * phase.rows(processes))
 
 
 def open_held_out(

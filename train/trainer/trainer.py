@@ -32,7 +32,7 @@ from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
 from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer import checkpoint
-from drafthead.train.trainer.batches import Batch, PhaseData, open_held_out, open_phase, split_rows
+from drafthead.train.trainer.batches import Batch, PhaseData, open_held_out, open_phase_of, split_rows
 from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import Checkpoint
 from drafthead.train.trainer.loss_spikes import skip_reason
@@ -98,7 +98,7 @@ class Trainer:
     def _train_phase(self, name: str, phase: PhaseConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take the remaining steps of a phase, and log, validate, save and stop between them."""
         with unchanged_rng():
-            data = self._open(name)
+            data = open_phase_of(self.run, name, self.corpora, self.head.spec, self.state.processes)
             spec, stored = self.head.spec, phase.store_hidden_states
             held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, stored)
         if stored and not isinstance(self.head.base, BaseModel):
@@ -172,14 +172,6 @@ class Trainer:
         # The score belongs to the step before.
         state.step, state.global_step, state.score = state.step + 1, state.global_step + 1, None
         return result
-
-    def _open(self, name: str) -> PhaseData:
-        """Open the rows of the phase ``name``. Hidden states are stored only for rows that the phase's steps use."""
-        phase = self.run.phases[name]
-        seed = self.run.seed * 1000 + list(self.run.phases).index(name)
-        return open_phase(
-            self.corpora, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
-        )
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """Yield this process's row numbers for each remaining micro-batch of the phase."""

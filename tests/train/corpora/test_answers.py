@@ -153,8 +153,11 @@ def test_a_server_answers_as_we_do(base: BaseModel, completions_server: Callable
     assert '"answers": "ids"' in manifest and server.url not in manifest
     server.close()
     assert rows_of(make(base, config, tmp_path / "server")) == expected, "a finished corpus needs no server"
+    without_url = replace(CONFIG, self_prompted=0)
+    assert rows_of(make(base, without_url, tmp_path / "server")) == expected, "nor its address"
+    (tmp_path / "server" / COMPLETE).unlink()
     with pytest.raises(UserError, match=r"was started with a server; set data.answers.server.url"):
-        make(base, replace(CONFIG, self_prompted=0), tmp_path / "server")
+        make(base, without_url, tmp_path / "server")
 
 
 @pytest.mark.parametrize("dialect", ["ids", "text"])

@@ -19,9 +19,11 @@ from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.text.documents import Documents
 from drafthead.data.text.sources import SourceConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.train.corpora import served_states
+from drafthead.models.decoding.loop import decode
+from drafthead.train.corpora import served_base
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig, StatesConfig, TextConfig
+from drafthead.train.corpora.served_base import ServedBase
 from drafthead.train.corpora.served_states import CHECKED
 from drafthead.train.original_base import OriginalBase
 from support import Said, TinyBase, random_ids, refuses
@@ -35,9 +37,10 @@ def corpora(base: BaseModel, folder: Path, url: str | None = None, **states: Any
         sources=[SourceConfig(kind="builtin", name="tiny")], sampler=SamplerConfig(max_new_tokens=4)
     )
     served = StatesConfig(url=url, tries=2, **states)
-    return Corpora(
-        OriginalBase.of(base), DataConfig(folder=str(folder), text=text, answers=answers, states=served), 0, Said()
-    )
+    config = DataConfig(folder=str(folder), text=text, answers=answers, states=served)
+    parts, layers = base.parts(), lambda count: SPEC.layers
+    of_server = ServedBase(lambda: parts, served, config.served_folder, layers, Said())
+    return Corpora(of_server if url else OriginalBase.of(base), config, 0, Said())
 
 
 def states_of(made: Corpora) -> list[Tensor]:
@@ -69,8 +72,14 @@ class Engine:
         assert early is not None
         return torch.stack([*early[0].chunk(2, -1), last[0]], 1)
 
+    def answer(self, ids: list[int], body: dict[str, Any]) -> list[int]:
+        with self.lock:
+            return decode(self.base, None, ids, max_new_tokens=body["max_tokens"]).tokens
+
     def extend(self, payload: dict[str, Any], body: dict[str, Any]) -> None:
         ids = body["prompt"]
+        if body.get("kv_transfer_params", {}).get("include_output_tokens"):
+            ids = [*ids, *payload["choices"][0]["token_ids"][:-1]]
         with self.lock:  # requests come at the same time, and a hook would see all of them
             states = self.states(ids)
         path = self.folder / f"{len(self.server.bodies)}-{time.monotonic_ns()}.safetensors"
@@ -87,14 +96,14 @@ class Engine:
 @pytest.fixture
 def engine(tiny_base: TinyBase, tmp_path: Path, completions_server: Callable[..., Any]) -> Engine:
     base = tiny_base()
-    server = completions_server(lambda ids, body: [7], base.tokenizer, base.eos_ids)
-    return Engine(base, tmp_path / "served", server)
+    server = completions_server(lambda ids, body: engine.answer(ids, body), base.tokenizer, base.eos_ids)
+    engine = Engine(base, tmp_path / "served", server)
+    return engine
 
 
 def test_a_server_gives_the_states_of_the_base_and_no_layer_is_run_here(engine: Engine, tmp_path: Path) -> None:
     expected = states_of(corpora(engine.base, tmp_path / "own"))
     made = corpora(engine.base, tmp_path, engine.server.url)
-    made.base = OriginalBase(lambda: engine.base.parts(), lambda sharded: pytest.fail("the base was loaded"))
     for actual, own in zip(states_of(made), expected, strict=True):
         torch.testing.assert_close(actual, own, rtol=1e-3, atol=1e-3)
     asked = len(engine.server.bodies)
@@ -137,7 +146,7 @@ def test_another_checkpoint_behind_the_name_is_noticed(engine: Engine, tiny_base
 
 
 def test_damaged_and_missing_files(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_states, "LOCK_S", 0.2)
+    monkeypatch.setattr(served_base, "LOCK_S", 0.2)
     made = corpora(engine.base, tmp_path, engine.server.url)
     engine.harm = lambda path: path.write_bytes(path.read_bytes()[:-40])
     refuses("is not readable", states_of, made)
@@ -179,3 +188,30 @@ def test_what_arrived_is_kept(engine: Engine, tmp_path: Path) -> None:
     asked = len(engine.server.bodies)
     states_of(corpora(engine.base, tmp_path, engine.server.url))
     assert asked == 8 and len(engine.server.bodies) - asked == CHECKED + 5, "three of eight were stored"
+
+
+# Answers with their states --------------------------------------------------------------------------------------------
+
+
+def answer_states(made: Corpora) -> dict[int, Tensor]:
+    """The states of every answer but for its last token, by prompt number."""
+    store = made.answers()
+    answers = [*store.read(with_hidden_states=False)]
+    source = made.states("answers", Documents.of([answer.input_ids for answer in answers]), SPEC)
+    source.prepare(range(len(answers)))
+    states = source.read(range(len(answers)))
+    return {answer.prompt_number: each[:-1] for answer, each in zip(answers, states, strict=True)}
+
+
+def test_one_request_gives_an_answer_and_its_states(engine: Engine, tmp_path: Path) -> None:
+    made = corpora(engine.base, tmp_path, engine.server.url)
+    answers = made.answers()
+    requests = len(engine.server.bodies)
+    states = answer_states(made)
+    assert len(engine.server.bodies) == requests, "no answer was requested a second time"
+    assert len(states) == len(answers.done) > 20 and not [*engine.folder.rglob("*.safetensors")]
+    own = corpora(engine.base, tmp_path / "own")
+    expected = answer_states(own)
+    assert [answer.ids for answer in own.answers().read(False)] == [answer.ids for answer in answers.read(False)]
+    for number, values in expected.items():
+        torch.testing.assert_close(states[number], values, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,229 @@
+"""A base that a vLLM server runs, so that no layer of it is loaded here. The server answers prompts, and writes hidden
+states to files.
+
+Shape legend: T tokens, n layers, D width.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from openai.types import Completion
+from torch import Tensor
+
+from drafthead.data.answers.server import Server, as_completed, check_server
+from drafthead.data.answers.store import Answer
+from drafthead.data.states.engine_file import BadStatesError, move_engine_file, read_engine_file, remove_engine_file
+from drafthead.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
+from drafthead.system.display import Display
+from drafthead.train.corpora.corpus_config import StatesConfig
+from drafthead.train.corpora.states_server import StatesServer
+from drafthead.train.original_base import OriginalBase
+
+SAME_TOKENS = 0.98  # least share of positions at which states and server have the same likeliest token
+LOCK_S = 120.0  # longest wait for the file of an answered request
+Text = tuple[int, list[int]]  # the number of a document, for messages, and its token ids
+
+
+def served_layers(layers: Sequence[int], num_layers: int) -> list[int]:
+    """Return the layers that a server must write for a head that reads ``layers``, ascending: also layer 0, which is
+    compared with the base's embedding, and the last one, of which the final state is the norm."""
+    return sorted({0, *layers, num_layers})
+
+
+class ServedBase(OriginalBase):
+    """A base whose layers only a server has. What a run needs of them are answers and hidden states."""
+
+    def __init__(
+        self,
+        read_parts: Callable[[], BaseParts | BaseModel],
+        config: StatesConfig,
+        folder: Path,
+        read_layers: Callable[[int], tuple[int, ...]],
+        display: Display,
+    ) -> None:
+        """``folder`` is where the server writes its files, as seen from here. ``read_layers`` gives the layers that the
+        head reads, for the base's number of layers."""
+        super().__init__(read_parts, lambda sharded: self._refuse())
+        self.config, self.folder, self.display, self._read_layers = config, folder, display, read_layers
+        self._server: StatesServer | None = None
+        self._model: str | None = None  # the base's name on the server
+
+    def _refuse(self) -> BaseModel:
+        raise UserError(
+            "this needs the base's layers, but with data.states.url a server runs them; leave data.states out, or run "
+            "only stages=[corpora,train]"
+        )
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers in the server's files, ascending."""
+        return served_layers(self._read_layers(self.parts.num_layers), self.parts.num_layers)
+
+    # The server ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the server if it is this run's own (``data.states.serve``), on one process of the run."""
+        if self.config.serve and self._server is None:
+            server = StatesServer(self.parts, self.config, self.layers, self.folder, self.display.line)
+            with self.display.stage(f"vLLM: {self.parts.name}"):
+                server.start()
+            self._server = server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def drop_layers(self) -> None:
+        """Stop the run's own server, unless states are computed while training."""
+        super().drop_layers()
+        if self.config.keep:
+            self.close()
+
+    # Hidden states ---------------------------------------------------------------------------------------------------
+
+    def ask(self, texts: Sequence[Text], **more: Any) -> Iterator[tuple[int, Tensor, Completion]]:
+        """Yield (number, states [T, n, D] of ``layers``, the server's answer) of every text as they arrive. ``more``
+        are additional fields of the requests. A file that is not right is requested once more; if the next one has the
+        same fault, a ``UserError`` names it."""
+        requests = self.config.requests()
+        if self._model is None:
+            self._model = check_server(requests, self.parts.name, max((len(ids) for _, ids in texts), default=0) + 1)
+        model = self._model
+
+        async def ask(server: Server, text: Text) -> tuple[int, Tensor, Completion]:
+            number, ids = text
+            body = {"return_token_ids": True, **more}
+            request = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "extra_body": body}
+            reason = ""
+            for _ in range(self.config.tries):
+                answer = await server.ask(request, _same, f"the states of document {number}")
+                try:
+                    states = await asyncio.to_thread(self._read, self._path(answer), ids)
+                    return number, states, answer
+                except BadStatesError as error:
+                    if reason == str(error):  # not by chance
+                        break
+                    reason = str(error)
+            what = f"the server at {self.config.url} gave {reason}"
+            raise UserError(f"{what}. Start it with `drafthead serve` and this run's recipe; stored states are kept")
+
+        try:
+            yield from as_completed(requests, self.display.line, texts, ask)
+        except UserError:
+            if self._server is not None:
+                self._server.check()  # a server that has ended says why
+            raise
+
+    def _path(self, completion: Completion) -> Path:
+        """Return the file that an answer names; only files of the agreed folder are read, and removed."""
+        given = (completion.model_extra or {}).get("kv_transfer_params")
+        name = given.get("hidden_states_path") if isinstance(given, dict) else None
+        if not isinstance(name, str):
+            what = f"the server at {self.config.url} writes no hidden states"
+            raise UserError(f"{what}; start it with `drafthead serve` and this run's recipe")
+        path = self.folder / Path(name).name
+        if Path(name).parent.name != self.folder.name or not self.folder.is_dir():
+            raise UserError(f"the server writes {name}, but its folder should be {self.folder}; set data.states.folder")
+        return path
+
+    def _read(self, path: Path, ids: Sequence[int]) -> Tensor:
+        """Read, check and remove a file with the states [T, n, D] of the tokens ``ids``."""
+        parts = self.parts
+        states = read_engine_file(path, ids, len(self.layers), parts.hidden_size, LOCK_S)
+        with torch.no_grad():
+            embedded = parts.input_embeddings(torch.tensor(ids, device=parts.device)[None])[0].to(states.dtype).cpu()
+        if not torch.equal(states[:, 0], embedded):
+            share = (states[:, 0] == embedded).float().mean().item()
+            what = f"layer 0 of the server at {self.config.url} is not the embedding of {parts.name}"
+            raise UserError(f"{what} ({100 * share:.0f} % of the values are equal); serve the base itself")
+        return states
+
+    @torch.no_grad()
+    def final(self, states: Tensor) -> Tensor:
+        """Return the final states [T, D], of the states [T, n, D] of ``layers``."""
+        parts = self.parts
+        final: Tensor = parts.final_norm(states[:, -1].to(parts.device, parts.dtype))
+        return final.to(states.dtype).cpu()
+
+    def read_answers(self, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Tensor]]:
+        given = list(answers)
+        for number, states, _ in self.ask([(n, answer.ids[:-1]) for n, answer in enumerate(given)]):
+            yield given[number], self.final(states)
+
+    @torch.no_grad()
+    def check(self, texts: Sequence[Text]) -> None:
+        """Compare the states of ``texts`` with the server's own answers: what follows from the last layer must be what
+        the server finds likeliest at every position. Layer 0 is compared with the embedding in every file. Other layers
+        cannot be told from another layer's."""
+        parts, same, count = self.parts, 0, 0
+        for _, states, answer in self.ask(texts, prompt_logprobs=1):
+            logits = parts.lm_head.logits(self.final(states).to(parts.device, parts.dtype))
+            expected = logits.argmax(-1).tolist()
+            pairs = [(a, b) for a, b in zip(expected, _likeliest(answer)[1:], strict=False) if b is not None]
+            same, count = same + sum(a == b for a, b in pairs), count + len(pairs)
+        if same < SAME_TOKENS * count:
+            what = f"at {100 * same / count:.0f} % of {count} positions the last layer that the server at"
+            raise UserError(
+                f"{what} {self.config.url} writes predicts what it answers; serve the base itself, and all layers"
+            )
+
+    # States that arrive with an answer -------------------------------------------------------------------------------
+
+    WITH_ANSWER = {"kv_transfer_params": {"include_output_tokens": True}}
+    """Fields of a request for an answer, whose file then has the states of prompt and answer but for the last token,
+    which the base has not read."""
+
+    def keep(self, completion: Completion, answer: Answer | None) -> None:
+        """Keep the file with the states of an ``answer``, by its tokens, until ``kept`` reads it. A file that is not
+        right is noticed there. Without ``answer``, remove the file."""
+        path = self._path(completion)
+        if answer is None or not self.config.keep:
+            remove_engine_file(path, LOCK_S)
+            return
+        try:
+            move_engine_file(path, self._kept_path(answer.ids[:-1]), LOCK_S)
+        except BadStatesError as error:
+            self.display.line(f"warning: {error}; these states are requested again")
+
+    def kept(self, ids: Sequence[int]) -> Tensor | None:
+        """Return the states [T, n, D] that arrived with the answer ``ids``, and remove their file. The last token's
+        are zeros. None if there are none, or not the right ones."""
+        path = self._kept_path(ids[:-1])
+        if not path.exists():
+            return None
+        try:
+            states = self._read(path, ids[:-1])
+        except BadStatesError:
+            return None
+        return torch.cat([states, torch.zeros_like(states[:1])])
+
+    def _kept_path(self, ids: Sequence[int]) -> Path:
+        digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).hexdigest()
+        return self.folder / f"answers-{self.parts.fingerprint[:12]}" / f"{digest[:32]}.safetensors"
+
+
+def _same(completion: Completion) -> Completion:
+    return completion
+
+
+def _likeliest(completion: Completion) -> list[int | None]:
+    """Return the likeliest token at every position of the prompt; None at the first one."""
+    rows = getattr(completion.choices[0], "prompt_logprobs", None)
+    if not isinstance(rows, list):
+        raise UserError(
+            "the server states no prompt_logprobs, with which its states are checked; serve the base in vLLM"
+        )
+    best: list[int | None] = []
+    for row in rows:
+        ranked = {int(token): entry["rank"] for token, entry in row.items()} if isinstance(row, dict) else {}
+        best.append(next((token for token, rank in ranked.items() if rank == 1), None))
+    return best
