@@ -46,6 +46,11 @@ class OriginalBase:
     def is_sharded(self) -> bool:
         return is_sharded(self._loaded)
 
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens that the base reads at once."""
+        return self.parts.max_context
+
     def whole(self) -> BaseModel:
         if self._loaded is None or self.is_sharded:
             self._load(sharded=False)

@@ -45,7 +45,7 @@ def write_report(
         identical=tables.identical(overall),
         warning=tables.warning(evaluation),
         autoregressive=tables.baseline_name(evaluation, autoregressive),
-        speeds=speeds_line(overall),
+        speeds=speeds_line(evaluation),
         by_task=by_task,
         by_method=by_method,
         definitions=tables.DEFINITIONS,
@@ -63,7 +63,8 @@ def write_report(
     write_atomic(folder / "report.html", html)
 
 
-def speeds_line(overall: dict[str, Any]) -> str:
+def speeds_line(evaluation: dict[str, Any]) -> str:
+    overall = evaluation["overall"]
     speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
     shown = [(tables.baseline_name(evaluation, name), tables.number(speed, "{:.1f}")) for name, speed in speeds]
     others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])

@@ -393,7 +393,8 @@ def _stored(
     verbosity = transformers_logging.get_verbosity()
     try:
         settings = config.stored_config(folder)  # before the tokenizer, whose errors are less clear
-        check_architecture(settings, config.max_context)
+        if layers:
+            check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
         if (inner := text_config(settings)) is not settings:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import BaseConfig, context_limit, load_shards, load_weights
+from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_shards, load_weights
 from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.parity import DENSE, PASSED, StockResults, check_against_stock, check_key, measured_shapes
 from drafthead.models.base.parts import BaseParts
@@ -52,8 +52,10 @@ class BaseModel(BaseParts):
     """A frozen causal LM: its weights get no gradients, and no method saves it."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device.
-        :meth:`load` and :meth:`wrap` also compare it with stock transformers."""
+        """Freeze ``model`` in place, and measure its cache sizes and logit scale, except on the meta device. Refuse
+        architectures that cannot verify token trees. :meth:`load` and :meth:`wrap` also compare it with stock
+        transformers."""
+        check_architecture(model.config, config.max_context)
         super().__init__(model, tokenizer, config)
         self._names_of_parts = tuple(vars(self))
         self.model, settings = model, model.config

@@ -23,7 +23,12 @@ OWN_NAMES = {
     "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},
     "gpt2": {"model": "transformer", "layers": "h", "norm": "ln_f"},
     "gpt_neox": {"model": "gpt_neox", "layers": "layers", "norm": "final_layer_norm"},
-    "persimmon": {"model": "model", "layers": "layers", "norm": "final_layernorm"},
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "jamba", "persimmon", "zamba2"),
+        {"model": "model", "layers": "layers", "norm": "final_layernorm"},
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"model": "model", "layers": "layers", "norm": "embedding_norm"}),
+    "nemotron_h": {"model": "model", "layers": "layers", "norm": "norm_f"},
 }
 """Model type -> {Llama's name of a module: the family's name}."""
 

@@ -96,7 +96,7 @@ class Corpora:
         return Documents.open(folder)
 
     def text_rows(self, seq_len: int) -> PackedRows:
-        longest = min(self.base.parts.max_context, max(LONGEST_TEXT, seq_len))
+        longest = min(self.base.longest, max(LONGEST_TEXT, seq_len))
         rows = pack(self._text_documents(longest), seq_len, split=True)
         manifest = self._text_manifest(seq_len=seq_len)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}

@@ -22,6 +22,7 @@ from drafthead.data.states.engine_file import BadStatesError, move_engine_file, 
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.formats.format import MOST_CONTEXT
 from drafthead.system.display import Display
 from drafthead.train.corpora.corpus_config import StatesConfig
 from drafthead.train.corpora.states_server import StatesServer
@@ -66,6 +67,10 @@ class ServedBase(OriginalBase):
     def layers(self) -> list[int]:
         """The layers in the server's files, ascending."""
         return served_layers(self._read_layers(self.parts.num_layers), self.parts.num_layers)
+
+    @property
+    def longest(self) -> int:
+        return min(self.parts.max_context, MOST_CONTEXT) - 1  # a request for states asks for one more token
 
     # The server ------------------------------------------------------------------------------------------------------
 

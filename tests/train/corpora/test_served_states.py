@@ -2,30 +2,29 @@
 
 import fcntl
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from stand_in_vllm import StandIn
 from torch import Tensor
 
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.documents import Documents
+from drafthead.data.text.packing import pack
 from drafthead.data.text.sources import SourceConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.loop import decode
 from drafthead.train.corpora import served_base
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig, StatesConfig, TextConfig
 from drafthead.train.corpora.served_base import ServedBase
 from drafthead.train.corpora.served_states import CHECKED
 from drafthead.train.original_base import OriginalBase
+from drafthead.train.trainer.batches import PhaseData
 from support import Said, TinyBase, random_ids, refuses
 
 SPEC = HiddenStatesSpec(layers=(1,))
@@ -50,58 +49,12 @@ def states_of(made: Corpora) -> list[Tensor]:
     return source.read(range(8))
 
 
-class Engine:
-    """A stand-in for vLLM with its connector, which can be made to write something else."""
-
-    def __init__(self, base: BaseModel, folder: Path, server: Any) -> None:
-        self.base, self.folder, self.server = base, folder, server
-        self.change: Callable[[Tensor], Tensor] = lambda states: states
-        self.harm: Callable[[Path], None] = lambda path: None
-        self.lock = Lock()
-        server.models = [{"id": base.name, "max_model_len": 2048}]
-        server.extend = self.extend
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def states(self, ids: list[int]) -> Tensor:
-        """All layers [T, L + 1, D], the last one before the final norm."""
-        last: list[Tensor] = []
-        hook = self.base.model.model.layers[-1].register_forward_hook(lambda _, inputs, out: last.append(out[0]))
-        spec = HiddenStatesSpec(layers=(0, 1))
-        early = self.base.hidden_states(TrainBatch.of([ids]), spec).layers
-        hook.remove()
-        assert early is not None
-        return torch.stack([*early[0].chunk(2, -1), last[0]], 1)
-
-    def answer(self, ids: list[int], body: dict[str, Any]) -> list[int]:
-        with self.lock:
-            return decode(self.base, None, ids, max_new_tokens=body["max_tokens"]).tokens
-
-    def extend(self, payload: dict[str, Any], body: dict[str, Any]) -> None:
-        ids = body["prompt"]
-        if body.get("kv_transfer_params", {}).get("include_output_tokens"):
-            ids = [*ids, *payload["choices"][0]["token_ids"][:-1]]
-        with self.lock:  # requests come at the same time, and a hook would see all of them
-            states = self.states(ids)
-        path = self.folder / f"{len(self.server.bodies)}-{time.monotonic_ns()}.safetensors"
-        changed = self.change(states)
-        save_file({"hidden_states": changed.contiguous(), "token_ids": torch.tensor(ids[-len(changed) :])}, path)
-        self.harm(path)
-        payload["kv_transfer_params"] = {"hidden_states_path": str(path)}
-        if body.get("prompt_logprobs"):
-            logits = self.base.lm_head.logits(self.base.final_norm(states[:, -1]))
-            best = [{str(token): {"rank": 1}} for token in logits.argmax(-1).tolist()]
-            payload["choices"][0]["prompt_logprobs"] = [None, *best[:-1]]
-
-
 @pytest.fixture
-def engine(tiny_base: TinyBase, tmp_path: Path, completions_server: Callable[..., Any]) -> Engine:
-    base = tiny_base()
-    server = completions_server(lambda ids, body: engine.answer(ids, body), base.tokenizer, base.eos_ids)
-    engine = Engine(base, tmp_path / "served", server)
-    return engine
+def engine(tiny_base: TinyBase, tmp_path: Path, completions_server: Callable[..., Any]) -> StandIn:
+    return StandIn(tiny_base(), tmp_path / "served", completions_server)
 
 
-def test_a_server_gives_the_states_of_the_base_and_no_layer_is_run_here(engine: Engine, tmp_path: Path) -> None:
+def test_a_server_gives_the_states_of_the_base_and_no_layer_is_run_here(engine: StandIn, tmp_path: Path) -> None:
     expected = states_of(corpora(engine.base, tmp_path / "own"))
     made = corpora(engine.base, tmp_path, engine.server.url)
     for actual, own in zip(states_of(made), expected, strict=True):
@@ -133,19 +86,19 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_named(engine: Engine, tmp_path: Path, fault: str) -> None:
+def test_planted_faults_are_named(engine: StandIn, tmp_path: Path, fault: str) -> None:
     engine.change, message = FAULTS[fault]
     refuses(message, states_of, corpora(engine.base, tmp_path, engine.server.url))
 
 
-def test_another_checkpoint_behind_the_name_is_noticed(engine: Engine, tiny_base: TinyBase, tmp_path: Path) -> None:
+def test_another_checkpoint_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
     other = tiny_base(seed=1)
     made = corpora(other, tmp_path, engine.server.url)
     engine.server.models = [{"id": other.name, "max_model_len": 2048}]
     refuses("is not the embedding", states_of, made)
 
 
-def test_damaged_and_missing_files(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_and_missing_files(engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_base, "LOCK_S", 0.2)
     made = corpora(engine.base, tmp_path, engine.server.url)
     engine.harm = lambda path: path.write_bytes(path.read_bytes()[:-40])
@@ -164,13 +117,13 @@ def test_damaged_and_missing_files(engine: Engine, tmp_path: Path, monkeypatch: 
         os.close(descriptor)
 
 
-def test_one_bad_file_is_asked_for_again(engine: Engine, tmp_path: Path) -> None:
+def test_one_bad_file_is_asked_for_again(engine: StandIn, tmp_path: Path) -> None:
     harmed = iter([True])
     engine.harm = lambda path: path.write_bytes(b"") if next(harmed, False) else None
     assert len(states_of(corpora(engine.base, tmp_path, engine.server.url))) == 8
 
 
-def test_only_files_of_the_folder_are_read(engine: Engine, tmp_path: Path) -> None:
+def test_only_files_of_the_folder_are_read(engine: StandIn, tmp_path: Path) -> None:
     made = corpora(engine.base, tmp_path, engine.server.url)
     (precious := tmp_path / "precious.safetensors").write_text("mine")
     engine.server.extend = lambda payload, body: payload.update(
@@ -182,7 +135,7 @@ def test_only_files_of_the_folder_are_read(engine: Engine, tmp_path: Path) -> No
     assert precious.read_text() == "mine"
 
 
-def test_what_arrived_is_kept(engine: Engine, tmp_path: Path) -> None:
+def test_what_arrived_is_kept(engine: StandIn, tmp_path: Path) -> None:
     engine.server.fault = lambda number, body: "400" if number == 7 else None
     refuses("refuses the states", states_of, corpora(engine.base, tmp_path, engine.server.url, concurrency=1))
     asked = len(engine.server.bodies)
@@ -203,7 +156,7 @@ def answer_states(made: Corpora) -> dict[int, Tensor]:
     return {answer.prompt_number: each[:-1] for answer, each in zip(answers, states, strict=True)}
 
 
-def test_one_request_gives_an_answer_and_its_states(engine: Engine, tmp_path: Path) -> None:
+def test_one_request_gives_an_answer_and_its_states(engine: StandIn, tmp_path: Path) -> None:
     made = corpora(engine.base, tmp_path, engine.server.url)
     answers = made.answers()
     requests = len(engine.server.bodies)
@@ -215,3 +168,59 @@ def test_one_request_gives_an_answer_and_its_states(engine: Engine, tmp_path: Pa
     assert [answer.ids for answer in own.answers().read(False)] == [answer.ids for answer in answers.read(False)]
     for number, values in expected.items():
         torch.testing.assert_close(states[number], values, rtol=1e-3, atol=1e-3)
+
+
+def test_an_answer_without_its_states_is_read_again(engine: StandIn, tmp_path: Path) -> None:
+    """As after a kill between the two, or a file that was damaged since."""
+    made = corpora(engine.base, tmp_path, engine.server.url)
+    made.answers()
+    lost, damaged, *_ = engine.folder.rglob("*.safetensors")
+    lost.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    asked = len(engine.server.bodies)
+    states = answer_states(made)
+    assert len(engine.server.bodies) == asked + 2 + 2, "two of them checked and then read"
+    for number, values in answer_states(corpora(engine.base, tmp_path / "own")).items():
+        torch.testing.assert_close(states[number], values, rtol=1e-3, atol=1e-3)
+
+
+def test_precomputed_answers_are_compared_through_the_server(
+    engine: StandIn, tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    """A fine-tune behind the base's name has other states, though its embedding may be the same."""
+    engine.server.models = [{"id": engine.base.name, "max_model_len": 2048}]
+    source = corpora(engine.base, tmp_path / "source")
+    source.answers()
+
+    def copied() -> Corpora:
+        made = corpora(engine.base, tmp_path, engine.server.url)
+        made.config.answers.precomputed, made.config.answers.fresh = str(tmp_path / "source" / "answers"), False
+        return made
+
+    engine.change = lambda states: states * torch.tensor([1, 1, -1])[:, None]
+    refuses("the base chooses only", lambda: copied().answers())
+    engine.change = lambda states: states
+    assert len(copied().answers().done) == len(source.answers().done)
+
+
+# States that are not stored -------------------------------------------------------------------------------------------
+
+
+def test_states_are_computed_while_training_and_nothing_is_stored(engine: StandIn, tmp_path: Path) -> None:
+    documents = Documents.of([np.array(random_ids(12 + 3 * n, seed=n), np.int32) for n in range(8)])
+    rows, order = pack(documents, 64, split=False), [[0], [2], [1], [0]]
+
+    def batches(made: Corpora) -> list[Tensor]:
+        data = PhaseData(rows, made.base, SPEC)
+        data.store(made.states("text", documents, SPEC, keep=False), range(len(rows)))
+        states = [states for _, states in data.stream(order)]
+        return [torch.cat([each.final, each.layers], -1) for each in states if each.layers is not None]
+
+    served = corpora(engine.base, tmp_path, engine.server.url, keep=False, ahead=3)
+    passing = batches(served)
+    for actual, expected in zip(passing, batches(corpora(engine.base, tmp_path / "own")), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(passing[0], passing[3]), "the row is requested a second time"
+    assert not (tmp_path / "states").exists() and not [*engine.folder.iterdir()]
+    engine.server.fault = lambda number, body: "400"
+    refuses("refuses the states", batches, corpora(engine.base, tmp_path, engine.server.url, keep=False))

@@ -1,0 +1,96 @@
+"""Whole runs whose base a server runs: equal to runs with the base itself, whatever is killed or fails under way."""
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in_vllm import StandIn
+
+from drafthead.data.answers.store import AnswerStore
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.corpora.served_base import served_layers
+from drafthead.train.pipeline import run_pipeline
+from support import assert_same_run, composed, losses_of, refuses
+
+SETTINGS = (
+    "recipe=eagle3_smollm2_vllm",
+    "debug=tiny",
+    "base.shape.max_position_embeddings=8192",  # so that both cut texts at the same tokens
+    "log_every=1",
+    "checkpoint.every_steps=2",
+    "phases.pretrain.steps=3",
+    "phases.pretrain.store_hidden_states=true",  # so that every token has its whole document as context
+    "phases.distill.steps=6",
+    "data.states.tries=2",
+    "phases.distill.optim.name=adamw",
+)
+TRAINED = "stages=[corpora,train]"
+KILLED = -signal.SIGKILL
+MOMENTS = {
+    "while answers are written": ("write shard", 1),
+    "before the states of a text are stored": ("store states", 3),
+    "before the states of an answer are stored": ("store states", 12),
+    "in training": ("step", 7),
+}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, completions_server: Callable[..., Any]) -> StandIn:
+    run, _ = composed(tmp_path, *SETTINGS)
+    base = BaseModel.load(run.base)
+    served = StandIn(base, tmp_path / "served", completions_server)
+    served.layers = tuple(served_layers(run.head_config().read_layers(base.num_layers), base.num_layers)[:-1])
+    return served
+
+
+def at(engine: StandIn) -> tuple[str, ...]:
+    return (*SETTINGS, TRAINED, f"data.states.url={engine.server.url}", f"data.states.folder={engine.folder}")
+
+
+def test_a_run_from_a_server_equals_a_run_with_the_base(engine: StandIn, tmp_path: Path) -> None:
+    """Stored states are rounded to 16 bits in both; those that are not stored are not."""
+    run_pipeline(*composed(tmp_path / "own", *SETTINGS, TRAINED))
+    run_pipeline(*composed(tmp_path / "kept", *at(engine)))
+    run_pipeline(*composed(tmp_path / "passing", *at(engine), "data.states.keep=false"))
+    expected = losses_of(tmp_path / "own" / "run")
+    assert len(expected) == 9
+    for name in ("kept", "passing"):
+        assert losses_of(tmp_path / name / "run") == pytest.approx(expected, rel=2e-3)
+    states = [*(tmp_path / "passing" / "corpora" / "states").iterdir()]
+    assert len(states) == 1, "only of the held-out answers"
+    assert not [*engine.folder.rglob("*.safetensors")]
+
+
+@pytest.mark.slow
+def test_killed_and_failing_every_answer_is_there_once(runs: Any, engine: StandIn, tmp_path: Path) -> None:
+    """The server drops some requests at random; the run is killed at delicate moments, and then is what it would be."""
+    draw = random.Random(0)
+    assert runs.command(tmp_path / "whole", "train", *at(engine), *folders(tmp_path / "whole")) == 0
+    engine.server.fault = lambda number, body: draw.choice(["dropped", "503", None, None, None, None, None, None])
+    for moment, call in MOMENTS.items():
+        killed = [{"call": call, "do": "SIGKILL"}]
+        code = runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path), at=killed)
+        assert code == KILLED, f"{moment}: {runs.output(tmp_path)[-2000:]}"
+    assert runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path)) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole" / "run")
+    answers = [answer.ids for answer in AnswerStore(tmp_path / "corpora" / "answers").read()]
+    assert answers == [answer.ids for answer in AnswerStore(tmp_path / "whole" / "corpora" / "answers").read()]
+
+
+def folders(folder: Path) -> tuple[str, str]:
+    return f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"
+
+
+def test_what_needs_layers_is_refused_before_any_request(engine: StandIn, tmp_path: Path) -> None:
+    asked = len(engine.server.bodies)
+    for more, message in {
+        "recipe=kangaroo_smollm2": "runs or trains layers of its base",
+        "recipe=medusa2_smollm2": "runs or trains layers of its base",
+        "recipe=dspark_smollm2 head.copy_layers=true head.reads_state=false": "set it to false",
+    }.items():
+        settings = ("debug=tiny", f"data.states.url={engine.server.url}", *more.split())
+        refuses(message, composed, tmp_path, *settings)
+    assert len(engine.server.bodies) == asked
