@@ -200,7 +200,7 @@ class RunConfig:
     def stores_answer_states(self) -> bool:
         """Return True if the built-in decoding stores final hidden states with the answers, for a phase to read."""
         stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())
-        return stored and self.data.answers.decoded_here and not self.data.transcripts
+        return stored and self.data.answers.decoded_here and not self.data.has_given_answers
 
     @property
     def answer_row_length(self) -> int:  # largest ``seq_len`` of phases on answers, in tokens
@@ -233,6 +233,9 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
     if run.hours is not None and run.mode != "estimate":
         raise UserError("hours needs mode=estimate; to limit training, set phases.NAME.steps")
+    if run.data.offline.folder:
+        for phase in run.phases.values():
+            phase.store_hidden_states = phase.store_hidden_states or phase.corpus == "answers"
     if not run.data.has_own_prompts or run.eval.tasks:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")

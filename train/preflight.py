@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from drafthead.data.prompts.suites import load_suite
+from drafthead.data.states.offline import OfflineFolder
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, num_entries, shares
 from drafthead.data.text.transcripts import iter_transcripts
@@ -76,6 +77,8 @@ def _require_held_out(run: RunConfig) -> None:
     """Reject data with too few conversations to hold one out, as far as their number is known before reading them."""
     data, answers = run.data, run.data.answers
     count, remedy = _most_entries(data.transcripts), "name more data.transcripts"
+    if data.offline.folder:
+        count, remedy = len(OfflineFolder(Path(data.offline.folder).expanduser())), "write more texts"
     if data.uses_answers:
         available = math.inf if answers.copied else _most_entries(answers.sources)
         count += min(answers.prompts, available) + answers.self_prompted

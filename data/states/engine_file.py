@@ -36,6 +36,13 @@ def read_engine_file(path: Path, ids: Sequence[int], layers: int, width: int, ti
         raise BadStatesError(f"{path} is not readable ({error})") from None
     finally:
         _remove(path)
+    check_states(states, tokens, ids, layers, width)
+    return states
+
+
+def check_states(states: Tensor, tokens: Tensor, ids: Sequence[int], layers: int, width: int) -> None:
+    """Raise a ``BadStatesError`` unless ``states`` are n = ``layers`` different layers of ``width`` D at the tokens
+    ``ids``, without a layer that is all zero at a token. ``tokens`` are the ids that the file states."""
     if tokens.tolist() != list(ids):
         raise BadStatesError(_other_tokens(tokens.tolist(), list(ids)))
     if states.shape != (len(ids), layers, width):
@@ -50,7 +57,6 @@ def read_engine_file(path: Path, ids: Sequence[int], layers: int, width: int, ti
         for second in range(first + 1, layers):
             if torch.equal(states[:, first], states[:, second]):
                 raise BadStatesError(f"equal states in the layers number {first} and {second} of {layers}")
-    return states
 
 
 def move_engine_file(path: Path, target: Path, timeout_s: float) -> None:

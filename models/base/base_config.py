@@ -23,7 +23,7 @@ from drafthead.files.local import make_readable
 from drafthead.models.base import adapter, text_model
 from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_shards, weight_files
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.structure import llama_like, without_layers
+from drafthead.models.base.structure import llama_like, of_first_layers
 from drafthead.models.base.text_model import LOAD_ERRORS, check_lengths, text_config
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
@@ -260,11 +260,11 @@ def load_weights(
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
     stock_attention: bool = False,
-    layers: bool = True,
+    layers: int | None = None,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names (or build a random one) on ``device``, and its tokenizer; merge its
     adapter. The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers
-    chooses. With ``layers`` false, decoder layers are neither built nor read, if ``config.has_whole_tensors``.
+    chooses. Only the first ``layers`` decoder layers are built and read, if ``config.has_whole_tensors`` (None: all).
     ``progress`` is called before slow first-time work."""
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -279,7 +279,7 @@ def load_weights(
             model = text_model.build(settings, **how)
         tokenizer = config.load_tokenizer(config.name)
     else:
-        model, tokenizer = _stored(config, how, progress, layers or not config.has_whole_tensors)
+        model, tokenizer = _stored(config, how, progress, layers if config.has_whole_tensors else None)
     model = model.to(device)
     if config.adapter is None:
         return model, tokenizer
@@ -383,7 +383,7 @@ def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]
 
 
 def _stored(
-    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None], layers: bool
+    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None], layers: int | None
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = config.folder(progress)
     options = how | config.hub_options()
@@ -403,10 +403,12 @@ def _stored(
             options |= {"config": inner, "key_mapping": text_model.inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
-        if not layers:
-            options["config"] = without_layers(inner)
+        if layers is not None:
+            options["config"] = of_first_layers(inner, layers)
         files = weight_files(folder, config.revision, config.gguf_file)
-        if loader is not AutoModelForCausalLM or not layers:  # it reports the weights of other parts as not loaded
+        if (
+            loader is not AutoModelForCausalLM or layers is not None
+        ):  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
         with own_attention_code(settings.model_type), size_limit(config.name, files):
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -425,10 +427,10 @@ def _stored(
         what = f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}"
         raise UserError(f"{what}; copy or download it again")
     # Without layers, tables with a column for each layer are empty.
-    if odd := sorted(key for key in report["mismatched_keys"] if layers or 0 not in key[2]):
+    if odd := sorted(key for key in report["mismatched_keys"] if layers != 0 or 0 not in key[2]):
         name, stored, expected = odd[0]
         what = f"{len(odd)} weights of other sizes than in its config.json, such as {name}: {list(stored)}"
         raise UserError(f"base model {config.name!r} has {what} instead of {list(expected)}; copy or download it again")
-    if not layers:
+    if layers is not None:
         model.config = inner
     return model, tokenizer

@@ -17,7 +17,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import logit_scale, stock_pass
-from drafthead.models.base.structure import attention_sizes, llama_like, without_layers
+from drafthead.models.base.structure import attention_sizes, llama_like, of_first_layers
 from drafthead.models.base.text_model import text_config
 from drafthead.models.cache.layers import CacheShape, KeyValueShape
 from drafthead.models.kernels.linear import KernelTable
@@ -76,7 +76,7 @@ class BaseParts:
     ) -> "BaseParts":
         """Read the parts of the checkpoint, and the rows of its layers that identify it. GGUF files, adapters and
         random bases are loaded whole, before the layers are dropped."""
-        model, tokenizer = base_config.load_weights(config, device_of(device), progress, layers=False)
+        model, tokenizer = base_config.load_weights(config, device_of(device), progress, layers=0)
         return _measured(model, tokenizer, config)
 
     @classmethod
@@ -95,7 +95,7 @@ class BaseParts:
             raise UserError("parts cannot be made of an engine's tensors for a random, GGUF or adapted base; load it")
         folder = config.folder()
         settings = text_config(config.transformers_config())
-        model = llama_like(base_config.build_empty(config, without_layers(settings), dtype=embedding.dtype))
+        model = llama_like(base_config.build_empty(config, of_first_layers(settings, 0), dtype=embedding.dtype))
         vocabulary = len(model.get_input_embeddings().weight)
         given = {model.get_input_embeddings(): embedding, model.get_output_embeddings(): lm_head}
         for module, weight in given.items():

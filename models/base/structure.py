@@ -75,11 +75,11 @@ def smallest(config: PreTrainedConfig, key: str) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the same model without decoder layers; rotary embeddings still need their types."""
-    bare = copy(config)
-    bare.num_hidden_layers = 0
-    return bare
+def of_first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Return the config of the same model with its first ``count`` layers; rotary embeddings still need their types."""
+    shorter = copy(config)
+    shorter.num_hidden_layers = count
+    return shorter
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
@@ -82,18 +83,24 @@ class Agreement:
     probability: float  # mean probability of the answers' tokens, at temperature 1; nan without tokens
 
 
-@torch.inference_mode()
 def agreement(base: OriginalBase, answers: Iterable[Answer]) -> Agreement:
     """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt. All
     tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server)."""
-    greedy, probability, tokens, count, parts = 0, 0.0, 0, 0, base.parts
-    for answer, states in base.read_answers(answers):
+    return agreement_along(base.parts, base.read_answers(answers))
+
+
+@torch.inference_mode()
+def agreement_along(parts: BaseParts, read: Iterable[tuple[Answer, Tensor]]) -> Agreement:
+    """Measure how likely the tokens of answers are for a base. With each answer of n tokens come its final states,
+    [n - 1 or n, D]."""
+    greedy, probability, tokens, count = 0, 0.0, 0, 0
+    for answer, states in read:
         count += 1
         hidden = states[answer.boundary - 1 :].to(parts.device, parts.dtype)
         trained = torch.tensor(answer.ids[answer.boundary :], device=parts.device)
         for start in range(0, len(trained), LOGIT_ROWS):
             targets = trained[start : start + LOGIT_ROWS]
-            logits = parts.lm_head.logits(hidden[start : start + LOGIT_ROWS])
+            logits = parts.lm_head.logits(hidden[start : start + len(targets)])
             greedy += int((logits.argmax(-1) == targets).sum())
             probability += float(logits.float().log_softmax(-1).gather(-1, targets[:, None]).exp().sum())
             tokens += len(targets)

@@ -28,6 +28,7 @@ from drafthead.system.display import Display
 from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, copy_precomputed
 from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
+from drafthead.train.corpora.offline import Offline, OfflineStates
 from drafthead.train.corpora.served_base import ServedBase
 from drafthead.train.corpora.served_states import PassingStates, ReadStates, ServedStates
 from drafthead.train.corpora.states import ComputedStates
@@ -129,9 +130,11 @@ class Corpora:
         )
 
     def answers(self) -> AnswerStore:
-        """Return the complete corpus of answers: the transcripts, the base's own answers, or both evenly mixed."""
+        """Return the complete corpus of answers: the transcripts, the base's own answers, or both evenly mixed; or the
+        offline texts."""
         if self._store is None:
             stores = [self._transcripts()] if self.config.transcripts else []
+            stores += [self._offline_texts()] if self.config.offline.folder else []
             stores += [self._own_answers()] if self.config.uses_answers else []
             if len(stores) == 2:
                 if self.group.rank == 0:
@@ -152,11 +155,12 @@ class Corpora:
 
     @cached_property
     def agreement(self) -> dict[str, Any] | None:
-        """Agreement of the transcripts with the base's own choices (``agreement.json``); None without transcripts."""
-        if not self.config.transcripts:
+        """Agreement of transcripts or offline texts with the base's own choices (``agreement.json``); else None."""
+        if not self.config.has_given_answers:
             return None
         self.answers()
-        measured: dict[str, Any] = local.read_json(self._transcripts_folder() / transcripts.AGREEMENT)
+        folder = self._transcripts_folder() if self.config.transcripts else self._offline_folder()
+        measured: dict[str, Any] = local.read_json(folder / transcripts.AGREEMENT)
         return measured
 
     def _transcripts_folder(self) -> Path:
@@ -169,6 +173,22 @@ class Corpora:
                 transcripts.write_transcripts(self.base, self.config, folder, self.longest, self.display)
         store = AnswerStore(folder)
         self.manifests["transcripts"] = {**local.read_manifest(folder), "answers": len(store.done)}
+        return store
+
+    @cached_property
+    def _offline(self) -> Offline:
+        return Offline(self.base.parts, self.config.offline, self.display)
+
+    def _offline_folder(self) -> Path:
+        return self._offline.corpus_folder(self.folder, self.longest)
+
+    def _offline_texts(self) -> AnswerStore:
+        folder = self._offline_folder()
+        with self._first(folder) as first:
+            if first:
+                self._offline.write_corpus(folder, self.longest)
+        store = AnswerStore(folder)
+        self.manifests["offline texts"] = {**local.read_manifest(folder), "answers": len(store.done)}
         return store
 
     @property
@@ -240,7 +260,7 @@ class Corpora:
                 f"conversation in {HELD_OUT_EVERY} is held out); "
                 "raise data.answers.prompts or data.answers.self_prompted, or name more data.transcripts"
             )
-        if self.config.transcripts and not held_out:
+        if self.config.has_given_answers and not held_out:
             documents, chosen = transcripts.whole_conversations(documents, prompt_numbers, chosen)
         return pack(documents, seq_len, split=False, numbers=chosen)
 
@@ -255,7 +275,10 @@ class Corpora:
     ) -> StatesSource:
         """Return the stored hidden states of ``documents``, which the base computes if they are missing. If the answer
         store has the final states, the base computes only the layers that ``spec`` names. With ``keep`` false,
-        ``data.states.keep`` decides whether the states that a server computes are stored."""
+        ``data.states.keep`` decides whether the states that a server computes are stored. Offline texts have theirs."""
+        if corpus == "answers" and self.config.offline.folder:
+            rows = [prompt_number % TURN_STRIDE for prompt_number in sorted(self.answers().done)]
+            return OfflineStates(self._offline, documents, rows, spec, self.group)
         has_finals = corpus == "answers" and self.answers().has_hidden_states
         if has_finals and not spec.layers:
             return AnswerStates(self.answers(), None)

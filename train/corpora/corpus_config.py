@@ -144,6 +144,25 @@ class StatesConfig:
 
 
 @settings(kw_only=True)
+class OfflineConfig:
+    """Settings of texts and hidden states that speculators wrote, with which a run needs neither answers nor layers of
+    the base."""
+
+    folder: str | None = None
+    """Output of `speculators prepare-data`, with the states of `speculators generate-offline-data` in its folder
+    ``hidden_states``. Phases on answers train on its texts, where the loss mask says so, from these states."""
+    layers: list[NonNegative] | None = None
+    """Layers in the files, in their order; 0 is the embedding. The last one is the base's last. With null, 2, L // 2,
+    L - 3 and L of L layers, as speculators takes them."""
+    missing: Literal["reject", "skip"] = "reject"
+    """Treatment of texts without states. ``reject`` ends the run before training; ``skip`` trains on the others."""
+
+    def __post_init__(self) -> None:
+        layers = self.layers or []
+        require(layers == sorted({*layers}), "data.offline.layers", "ascending", layers)
+
+
+@settings(kw_only=True)
 class DataConfig:
     """Settings of a run's corpora."""
 
@@ -166,6 +185,7 @@ class DataConfig:
     text: TextConfig = field(default_factory=TextConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
@@ -176,6 +196,8 @@ class DataConfig:
             self.answers = replace(self.answers, server=replace(self.answers.server, url=self.states.url))
         weighted = [source for source in self.transcripts if source.weight is not None]
         require(not weighted, "transcripts", "sources without weight; use limit", [str(source) for source in weighted])
+        others = [name for name in ("prompts", "transcripts") if getattr(self, name)]
+        require(not (self.offline.folder and others), "offline", f"unset with data.{'/'.join(others)}", self.offline)
         require(bool(self.transcripts) or not self.own_answers, "own_answers", "false without data.transcripts", True)
 
     @property
@@ -188,4 +210,9 @@ class DataConfig:
 
     @property
     def uses_answers(self) -> bool:
-        return self.own_answers or not self.transcripts
+        return self.own_answers or not self.has_given_answers
+
+    @property
+    def has_given_answers(self) -> bool:
+        """Return True for transcripts and offline texts, whose conversations may have several trained turns."""
+        return bool(self.transcripts or self.offline.folder)

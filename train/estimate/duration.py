@@ -72,7 +72,8 @@ class StageDurations:
     def _corpora(self) -> tuple[str, float]:
         config = self.run.data.answers
         if not self.run.data.uses_answers:
-            return f"transcripts ({', '.join(map(str, self.run.data.transcripts))})", float("nan")
+            given = [*map(str, self.run.data.transcripts)] or [str(self.run.data.offline.folder)]
+            return f"transcripts ({', '.join(given)})", float("nan")
         if config.copied:
             return f"precomputed answers ({config.precomputed}), compared with the base", 5.0
         answers = config.prompts + config.self_prompted
@@ -94,7 +95,7 @@ class StageDurations:
         else:
             prompt = min(PROMPT_TOKENS, config.max_prompt_tokens)
             answers = (config.prompts + config.self_prompted) * config.sampler.max_new_tokens
-            if self.run.data.transcripts:  # of unknown size
+            if self.run.data.has_given_answers:  # of unknown size
                 answers = self.costs.trained_tokens(name)
             answers = min(answers, phase.max_tokens or answers)
             corpus = answers + answers * prompt // config.sampler.max_new_tokens

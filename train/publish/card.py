@@ -27,6 +27,7 @@ from drafthead.models.heads.parts.loading import config_class
 from drafthead.models.heads.parts.losses import TERMS
 from drafthead.system.devices import accelerator_name
 from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.corpora.corpus_config import DataConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 LOSS_FIGURE = "training_loss.png"
@@ -215,7 +216,13 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
 
 
 def contents(run: RunConfig) -> str:  # training data other than text
-    return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
+    data = run.data
+    given = [given_kind(data)] if data.has_given_answers else []
+    return " and ".join([*given, *["the base's answers"] * data.uses_answers])
+
+
+def given_kind(data: DataConfig) -> str:
+    return "transcripts" if data.transcripts else "offline texts"
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
@@ -232,8 +239,9 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
     if any(phase.corpus == "text" for phase in run.phases.values()):
         limit = "read while training" if data.text.stream else f"at most {data.text.max_tokens:,} tokens"
         rows.append(("text", f"{_sources(data.text.sources)}; {limit}"))
-    if data.transcripts:
-        rows.append(("transcripts", f"{_sources(data.transcripts)}; {agreement}"))
+    if data.has_given_answers:
+        source = _sources(data.transcripts) if data.transcripts else code(Path(data.offline.folder or "").name)
+        rows.append((given_kind(data), f"{source}; {agreement}"))
         total = f"{answers.rows:,} assistant turns, {answers.tokens:,} tokens"
         rows.append(("trained on", f"{contents(run)}: {total}, held-out turns not included"))
     if data.uses_answers:

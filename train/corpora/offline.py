@@ -1,0 +1,219 @@
+"""The corpus of texts and hidden states that speculators wrote (``data.offline``), and its comparison with the base.
+
+Shape legend: T tokens, n layers, D width.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
+from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.states.offline import OfflineFolder
+from drafthead.data.text.documents import Documents
+from drafthead.errors import UserError
+from drafthead.files.local import MANIFEST_NAME, folder_of_manifest, read_json, write_json
+from drafthead.models.base.lowest_layers import lowest_states
+from drafthead.models.base.parts import BaseParts
+from drafthead.system.display import Display
+from drafthead.train.corpora.answers import TURN_STRIDE
+from drafthead.train.corpora.built_in import agreement_along
+from drafthead.train.corpora.corpus_config import OfflineConfig
+from drafthead.train.corpora.transcripts import AGREEMENT, COMPARED, PER_SHARD, agreement_line
+
+LEAST_AGREEMENT = 0.15  # share of the texts' tokens that must be the likeliest ones after the stored last states
+LOWEST = 4  # largest layer number that is compared with the base, for which all layers up to it are loaded
+CHECKED = 4  # rows whose states are compared with the base's lowest layers
+ERRORS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+"""Largest relative error of the lowest stored layer, the median over tokens, by dtype of the states."""
+FP8_ERROR = 0.2
+
+
+def layers_of(config: OfflineConfig, num_layers: int) -> list[int]:
+    """Return the layers that the files hold: those of the setting, or else those that speculators takes by default."""
+    layers = config.layers or [2, num_layers // 2, num_layers - 3, num_layers]
+    if layers[-1] != num_layers:
+        what = f"data.offline.layers must end with the base's last layer, {num_layers}, got {layers}"
+        raise UserError(f"{what}; speculators always writes it, so name it too")
+    return layers
+
+
+@dataclass(eq=False)
+class Offline:
+    """The texts of a folder as a corpus, and the states at their tokens."""
+
+    parts: BaseParts
+    config: OfflineConfig
+    display: Display
+
+    def __post_init__(self) -> None:
+        self.files = OfflineFolder(Path(self.config.folder or "").expanduser())
+        self.layers = layers_of(self.config, self.parts.num_layers)
+        self._norm = deepcopy(self.parts.final_norm).to("cpu", torch.float32)
+        self._is_compared = False
+
+    def corpus_folder(self, parent: Path, longest: int | None) -> Path:
+        """Return the folder for the corpus of the texts, each cut to ``longest`` tokens (None: never), and create it
+        with its manifest if it is new."""
+        left_out = self.files.missing() if self.config.missing == "skip" else []
+        manifest: dict[str, Any] = {"base": self.parts.identity(), "longest": longest}
+        manifest |= {"offline": self.files.digest, "layers": self.layers, "left_out": left_out}
+        folder = folder_of_manifest(parent, manifest, "offline-")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MANIFEST_NAME).exists():
+            AnswerStore(folder, manifest)
+        return folder
+
+    def write_corpus(self, folder: Path, longest: int | None) -> None:
+        """Write the texts as answers into ``folder``, unless that is done already, and compare states and base."""
+        if not (folder / AGREEMENT).exists():
+            for path in folder.glob("shard-*"):  # of an interrupted run
+                path.unlink()
+            store, answers = AnswerStore(folder), list[Answer]()
+            numbers = self._usable()
+            for done, number in enumerate(numbers, start=1):
+                answers += self._answers(number, longest)
+                if done % PER_SHARD == 0:
+                    self.display.progress("reading texts", done, len(numbers))
+                    store.append_shard(answers)
+                    answers = []
+            store.append_shard(answers)
+            if not store.done:
+                raise UserError(f"{self.files.folder} has no text with a trained token; name another folder")
+            write_json(folder / AGREEMENT, self._agreement(store))
+        self.display.line(f"   {agreement_line(read_json(folder / AGREEMENT))}")
+
+    def _usable(self) -> list[int]:
+        """Return the rows with states; reject missing files, unless they are skipped, and files of other sizes."""
+        missing = self.files.missing()
+        if missing and (self.config.missing == "reject" or len(missing) == len(self.files)):
+            what = f"{len(missing)} of {len(self.files)} rows have no states, such as {self.files.path(missing[0])}"
+            remedy = "`speculators generate-offline-data` writes what is missing"
+            raise UserError(f"{what}; {remedy}, and data.offline.missing=skip trains on the other rows")
+        if missing:
+            self.display.line(f"   {len(missing)} of {len(self.files)} rows without states are left out")
+        left_out = {*missing}
+        return [number for number in range(len(self.files)) if number not in left_out]
+
+    def _answers(self, row: int, longest: int | None) -> Iterator[Answer]:
+        """Yield the trained spans of a row as answers to all tokens before them."""
+        ids, trained = self.files.row(row)
+        if (largest := int(ids.max(initial=0))) >= self.parts.vocab_size:
+            what = f"row {row} of {self.files.folder} has the token {largest}"
+            raise UserError(f"{what}, but {self.parts.name} has {self.parts.vocab_size}; name the base of these texts")
+        edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+        for turn, (start, end) in enumerate(edges.reshape(-1, 2).tolist()):
+            boundary, end = max(start, 1), min(end, longest or end)
+            if boundary < end:
+                finished = int(ids[end - 1]) in self.parts.eos_ids
+                yield Answer(row + turn * TURN_STRIDE, ids[:end], boundary, finished)
+
+    def final(self, states: Tensor) -> Tensor:
+        """Return the final states [T, D] of states [T, n, D] of all layers in a file."""
+        with torch.no_grad():
+            normed: Tensor = self._norm(states[:, -1].float())
+        return normed.to(states.dtype)
+
+    def states(self, row: int) -> Tensor:
+        return self.files.states(row, len(self.layers), self.parts.hidden_size)
+
+    def _agreement(self, store: AnswerStore) -> dict[str, Any]:
+        """Return how likely the texts are by the output head of the base and the last layer of their states."""
+        chosen = {*sorted(store.done)[:: -(-len(store.done) // COMPARED)]}
+        answers = (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen)
+
+        def final_states(answer: Answer) -> Tensor:
+            return self.final(self.states(answer.prompt_number % TURN_STRIDE)[: len(answer.input_ids)])
+
+        measured = agreement_along(self.parts, ((answer, final_states(answer)) for answer in answers))
+        if measured.greedy < LEAST_AGREEMENT:
+            what = f"after the last layer in {self.files.folder} the output head of {self.parts.name} finds"
+            what = f"{what} {100 * measured.greedy:.0f} % of {measured.tokens} tokens likeliest"
+            raise UserError(f"{what}; the states are of another base or layer (data.offline.layers={self.layers})")
+        return asdict(measured)
+
+    def check_base(self, rows: Sequence[int]) -> None:
+        """Compare the lowest layers in the files of ``rows`` with the base: layer 0 with its embedding, and the next
+        one with stock transformers, which loads the layers up to it. A layer above ``LOWEST`` is not compared. Later
+        calls do nothing."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        for layer in self.layers[: 1 + (self.layers[0] == 0)]:
+            if layer > LOWEST:
+                self.display.line(
+                    f"   the states of layer {layer} are not compared with the base: it is above {LOWEST}"
+                )
+                continue
+            texts = [self.files.row(row)[0].tolist() for row in rows]
+            device = self.parts.device
+            if layer:
+                expected = lowest_states(self.parts.config, layer, texts, device)
+            else:
+                expected = [self.parts.input_embeddings(torch.tensor(ids, device=device)) for ids in texts]
+            errors, limit = [], 0.0
+            for row, own in zip(rows, expected, strict=True):
+                stored = self.states(row)
+                limit = FP8_ERROR if self.files.is_scaled(row) else ERRORS[stored.dtype]
+                given, own = stored[:, self.layers.index(layer)].float(), own.float().cpu()
+                errors.append((given - own).norm(dim=-1) / own.norm(dim=-1))
+            error = float(torch.cat(errors).median())
+            if not error <= limit:
+                what = f"layer {layer} in {self.files.folder} is not that of {self.parts.name}: the median relative"
+                raise UserError(
+                    f"{what} error is {error:.2g}, at most {limit:g} is expected; name the base of these states, or "
+                    f"their layers (data.offline.layers={self.layers} now)"
+                )
+            self.display.line(f"   layer {layer} of the given states is the base's, to {error:.1e}")
+
+
+@dataclass(eq=False)
+class OfflineStates:
+    """States in the files of ``offline`` at the tokens of ``documents``, which are its texts. ``rows`` has the row of
+    each document."""
+
+    offline: Offline
+    documents: Documents
+    rows: Sequence[int]
+    spec: HiddenStatesSpec
+    group: ProcessGroup
+    ahead: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        given = self.offline.layers
+        if absent := [layer for layer in self.spec.layers if layer and layer not in given]:
+            what = f"the head reads the layers {list(self.spec.layers)}, but {self.offline.files.folder} has {given}"
+            remedy = f"set head.layers to some of these, or write layer {absent[0]} too"
+            raise UserError(f"{what}; {remedy}. If the folder has other layers, name them in data.offline.layers")
+
+    def prepare(self, documents: Sequence[int]) -> None:
+        """Check the sizes of all files, each process some of them, and on the first process the states of a few."""
+        rows = sorted({self.rows[document] for document in documents})
+        for row in rows[self.group.rank :: self.group.size]:
+            self.offline.files.check_header(row, len(self.offline.layers), self.offline.parts.hidden_size)
+        if self.group.rank == 0:
+            self.offline.check_base(rows[:CHECKED])
+        self.group.wait()
+
+    def read(self, documents: Sequence[int]) -> list[Tensor]:
+        return [self._states(document) for document in documents]
+
+    def _states(self, document: int) -> Tensor:
+        """Return the final state and the layers of the head, [T, D (1 + L)]. Layer 0 is the base's embedding, if the
+        file does not have it."""
+        ids = self.documents[document]
+        states = self.offline.states(self.rows[document])[: len(ids)]
+        parts, given = [self.offline.final(states)], self.offline.layers
+        for layer in self.spec.layers:
+            if layer in given:
+                parts.append(states[:, given.index(layer)])
+            else:
+                embed = self.offline.parts.input_embeddings
+                parts.append(embed(torch.tensor(ids.tolist(), device=embed.weight.device)).to(states.dtype).cpu())
+        return torch.cat(parts, -1)
