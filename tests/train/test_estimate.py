@@ -13,10 +13,12 @@ from transformers import AutoConfig
 
 from drafthead.data.batch import HiddenStates
 from drafthead.models.base.base_model import BaseModel, meta_base
+from drafthead.models.base.parts import BaseParts
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate import hours
 from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, size
+from drafthead.train.estimate.server import ServerEstimate
 from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 from support import cases, composed, random_ids, refuses, rows_of
@@ -214,6 +216,27 @@ def test_hours_by_arithmetic_and_the_steps_that_fit() -> None:
     assert hours.steps_that_fit(whole, seconds, plan) == pytest.approx(10, abs=1)
     assert hours.steps_that_fit(whole - seconds["distill"] / 7200, seconds, plan) == pytest.approx(5, abs=1)
     assert hours.steps_that_fit(seconds["answers"] / 3600, seconds, plan) == 0
+
+
+def test_an_estimate_of_servers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and times of a 70B base are those of arithmetic, and nothing is loaded."""
+    run = recipe("recipe=eagle3_llama3_70b", "mode=estimate")
+    plan = Estimate(run)
+    costs = ServerEstimate(plan)
+    assert costs.weights == 2 * plan.base.model.num_parameters()
+    key_values, states = 2 * 80 * 8 * 128 * 2, 4 * 8192 * 2
+    assert (costs.state_bytes, costs.cache_bytes) == (states, key_values + states)
+    assert [costs.gpus(gigabytes) for gigabytes in (1, 24, 80, 141, 180)] == [None, 8, 4, 2, 1]
+    assert costs.tokens == 10**6 + 8000 * (768 + 256)
+    products = 2 * (plan.base.model.num_parameters() - plan.base.embedding.numel()) * costs.tokens
+    assert 1.0 < costs.states_s(1e12) * 1e12 / products < 1.1, "of layers and of attention"
+    assert costs.answers_s(1e30, 1e12) == pytest.approx(8000 * 256 / 256 * costs.weights / 1e12, rel=1e-3)
+    monkeypatch.setattr(BaseModel, "load", lambda *_: pytest.fail("the base was loaded"))
+    monkeypatch.setattr(BaseParts, "of_checkpoint", lambda *_: pytest.fail("the base was read"))
+    hours.print_estimate(run)
+    printed = capsys.readouterr().out
+    assert "a server on these GPUs" in printed and re.search(r"hidden states of distill +500.0 GiB", printed)
+    assert "before: hidden states" not in printed, "this machine does not compute them"
 
 
 def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

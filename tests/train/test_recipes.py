@@ -19,7 +19,8 @@ from support import composed
 ROOT = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.yaml"))
 NAMED = """llama3: medusa medusa2 hydra hydra_pp mlp_speculator kangaroo eagle3 dspark
-    smollm2 qwen3_8b: dspark
+    smollm2 qwen3_8b qwen3_32b: dspark
+    llama3_70b llama3_vllm: eagle3
     llama2_13b granite_7b codellama_13b granite_20b_code: mlp_speculator
     vicuna_7b vicuna_13b: medusa medusa2 hydra_pp kangaroo"""
 

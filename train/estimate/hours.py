@@ -31,6 +31,7 @@ from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
 from drafthead.train.estimate.memory import Estimate, render, size
+from drafthead.train.estimate.server import server_table
 from drafthead.train.preflight import check_sources
 from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
@@ -225,6 +226,8 @@ def print_estimate(run: RunConfig) -> None:
         console.print(f"free memory on this machine: {size(memory()[0])}")
     elif sum(gpu_seconds(plan, GPUS["A10"]).values()) > TOO_SHORT:
         console.print(gpu_table(plan, run.hours))
+    if run.data.states.url or run.data.answers.server.url:
+        console.print(server_table(plan, GPUS, SHARE))
     if reason:
         console.print(f"time on this machine: not measured, because {reason}")
         return

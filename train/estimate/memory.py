@@ -52,6 +52,7 @@ class Estimate:
             self._fake.count(tensor)
         self.base_bytes = self._fake.live  # with a copy of its output head over the draft vocabulary
         self.layers = [sum(map(_bytes, layer.parameters())) for layer in self.base.model.model.layers]
+        self.reads_texts = not (run.data.states.url or run.data.offline.folder)  # with the whole base, to store states
         self.without_layers = {
             name for name, phase in run.phases.items() if run.drops_layers and phase.store_hidden_states
         }
@@ -144,6 +145,13 @@ class Estimate:
             self.base.hidden_states(batch, self.head.spec)
         return self.base_bytes + self._fake.peak - weights
 
+    def read_operations(self, tokens: int) -> int:
+        """Return the floating-point operations of the base to read one text of ``tokens`` tokens."""
+        before = self._fake.operations
+        with self._fake:
+            self.base.hidden_states(one_row(Documents.of([np.zeros(tokens, np.int32)]), [0]), self.head.spec)
+        return self._fake.operations - before
+
     def dense_masks(self, name: str) -> int:
         """Return the bytes that masks [T, T] of packed rows would add in the phase ``name``; none are made."""
         phase, windows, head = self.phases[name], self.base.windows, self.head
@@ -171,6 +179,8 @@ class Estimate:
         if with_answers:
             sizes["hidden states of answers"] = self.answer_tokens * width
         for name, phase in storing.items():
+            if phase.corpus == "answers" and self.data.offline.folder:
+                continue  # read where they are
             tokens = self.data.text.max_tokens if phase.corpus == "text" else self.answer_tokens
             # Final states are stored with the answers, so rows only add the states of early layers.
             states = len(self.head.spec.layers) + (phase.corpus == "text" or not with_answers)
@@ -197,7 +207,7 @@ def render(estimate: Estimate) -> Group:
         memory.add_row(purpose, *(size(bytes_by_purpose[purpose]) for bytes_by_purpose in by_phase))
     memory.add_section()
     memory.add_row("total", *(size(estimate.total(name)) for name in phases))
-    if estimate.without_layers:
+    if estimate.without_layers and estimate.reads_texts:
         reading = [size(estimate.reading(name)) if name in estimate.without_layers else "" for name in phases]
         memory.add_row("before: hidden states", *reading)
     memory.add_row("not made: masks [T, T]", *(size(estimate.dense_masks(name)) for name in phases))
