@@ -201,11 +201,11 @@ class TreeCache:
         return TreeCache(self.shape, kinds, rows, capacity=self.capacity, skipped=self.skipped)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order, and drop pending nodes."""
+        """Keep only these rows, in this order, and drop pending nodes. A row may be repeated, which copies it."""
         self.crop()
-        if self.rows > 1:
+        if self.rows > 1 or len(rows) > 1:
             index = on_device(rows, self.shape.device)
-            self._rows = [self._rows[n] for n in rows]
+            self._rows = [replace(self._rows[n]) for n in rows]
             self._use([kind.take(index, self._rows) for kind in self.kinds])
 
     def first_layers(self, count: int) -> "TreeCache":

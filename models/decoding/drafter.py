@@ -51,6 +51,9 @@ class Proposal:
     """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes, by which
     ``NodeCache`` finds keys and values; -1 for nodes that it did not run over."""
     partial_forward: PartialForward | None = None  # the target's first layers over these nodes (early exit)
+    likelihoods: Tensor | None = None
+    """[B, N] the drafter's probability of each node after its parent (1 for the root); None unless
+    ``DraftConfig.likelihoods`` asks for it."""
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
@@ -110,6 +113,8 @@ class DraftConfig:
     is at least this. A confidence, predicted by a confidence head, depends only on tokens before the drafts that it
     rates, so the output stays exact with sampled candidates too. For static trees of drafters with
     ``has_confidence``. 0 turns it off."""
+    likelihoods: bool = False
+    """Return ``Proposal.likelihoods``; only for static trees with top-k candidates."""
     adaptive: AdaptiveLength | None = None
     """Truncate the tree to a draft length that follows the acceptance so far; refused for batches. None: draft the
     whole tree."""
@@ -159,6 +164,11 @@ class SessionPart(ABC):
     """Base class of what a drafter keeps of the rows being decoded: a session or a part of one."""
 
     @property
+    def reads_all_states(self) -> bool:
+        """True if drafts depend on the base's states at all committed tokens, not only at the last one."""
+        return False
+
+    @property
     def room(self) -> int:
         """Largest number of drafts on a path that fits the drafter's own context."""
         return sys.maxsize
@@ -179,7 +189,8 @@ class SessionPart(ABC):
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, in this order. Called between steps."""
+        """Keep only these rows of the batch, in this order. A row may be repeated, which copies it. Called between
+        steps."""
 
     @abstractmethod
     def rollback(self, lengths: list[int]) -> None:

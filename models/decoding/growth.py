@@ -178,6 +178,7 @@ def grow(
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
     stopping = _Stopping(draft_config, tokens)
+    likelihoods = torch.ones(tokens.shape, device=device) if draft_config.likelihoods else None
     probs: list[Tensor] = []
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
     for level in tree_levels(tree, device, sampled, len(d2t)):
@@ -191,7 +192,10 @@ def grow(
             # Copied even if draft ids equal target ids, because testing that would wait for the device.
             probs.append(dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist))
         else:
-            candidates, likelihood = _likeliest(logits, level, draft_config.confidence_threshold > 0)
+            wanted = likelihoods is not None or draft_config.confidence_threshold > 0
+            candidates, likelihood = _likeliest(logits, level, wanted)
+            if likelihoods is not None and likelihood is not None:
+                likelihoods.index_copy_(1, level.nodes, likelihood.expand(rows, -1))
         drafted = d2t.take(candidates)
         tokens.index_copy_(1, level.nodes, drafted)
         if not stopping.continues(level, exists, likelihood):
@@ -199,7 +203,11 @@ def grow(
         frontier = drafted.index_select(1, level.inner), level.above.expand(rows, -1)
     nodes, shape = stopping.kept_nodes(tree, sampled=bool(probs))
     proposal = Proposal(
-        tokens=tokens[:, nodes], shape=shape, draft_sampling=DraftSampling.TOP_K, slots=slots[None, nodes]
+        tokens=tokens[:, nodes],
+        shape=shape,
+        draft_sampling=DraftSampling.TOP_K,
+        slots=slots[None, nodes],
+        likelihoods=None if likelihoods is None else likelihoods[:, nodes],
     )
     if not probs:
         return proposal

@@ -106,9 +106,10 @@ class PromptLookup(Drafter):
         """Move the remembered answers, which drafting would wait for."""
         self._remembered = self._remembered.to(device)
 
-    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the ``depth`` = K tokens after each of the best M matches, and a mask of those to draft, [B, M, K].
-        Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or fewer in a shorter text."""
+    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the ``depth`` = K tokens after each of the best M matches, a mask of those to draft, [B, M, K] each,
+        and the matches' lengths [B, M]. Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or
+        fewer in a shorter text."""
         if earlier := self._remembered.shape[1]:
             # Remembered answers stand before every row, so that their matches count as older than its own.
             tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
@@ -121,7 +122,7 @@ class PromptLookup(Drafter):
             valid &= offsets < self.per_match * length[..., None]
         tokens = text.tokens.gather(1, positions.clamp(max=text.tokens.shape[1] - 1).flatten(1)).view(positions.shape)
         valid &= (tokens != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
-        return tokens.clamp(min=0), valid  # padding is embedded too, and must be a token id
+        return tokens.clamp(min=0), valid, length  # padding is embedded too, and must be a token id
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the positions after the M best matches in ``text``, and the matches' lengths (0: none), [B, M] each.
@@ -166,7 +167,9 @@ class LookupSession(Session):
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)
         text = self._text.append(last_token[:, None], [1] * len(last_token))
-        tokens, valid = self._drafter.continuations(text, last_token, depth)
+        tokens, valid, length = self._drafter.continuations(text, last_token, depth)
+        # What followed a longer match is likelier to follow again. A server learns the actual shares of acceptance.
+        likelihoods = (1 - 0.5**length)[..., None].expand(valid.shape) if draft_config.likelihoods else None
         free = is_host(last_token.device)
         if free and not valid.any():
             return root_only(last_token)
@@ -176,8 +179,9 @@ class LookupSession(Session):
                 tokens=torch.cat([last_token[:, None], tokens[:, 0, :count]], 1),
                 shape=TokenTree.chain(count).shape_on(last_token.device),
                 draft_sampling=DraftSampling.TOP_K,
+                likelihoods=None if likelihoods is None else _with_root(likelihoods[:, 0, :count]),
             )
-        return _tree(last_token, tokens, valid, draft_config.nodes)
+        return _tree(last_token, tokens, valid, draft_config.nodes, likelihoods)
 
     def select(self, rows: list[int]) -> None:
         lengths = [self._text.lengths[row] for row in rows]
@@ -187,9 +191,15 @@ class LookupSession(Session):
         self._text = TokenBuffer(self._text.tokens[:, : max(lengths)], lengths)
 
 
-def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:
+def _with_root(likelihoods: Tensor) -> Tensor:
+    """Return the likelihoods [B, 1 + N] of the root, which is certain, and of the N drafts [B, N]."""
+    return torch.nn.functional.pad(likelihoods, (1, 0), value=1.0)
+
+
+def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int, likelihoods: Tensor | None) -> Proposal:
     """Merge M continuations of ``last_token`` [B] into a tree per row, of up to ``nodes`` nodes with the root.
-    ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``. Earlier continuations get nodes first."""
+    ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``, and ``likelihoods`` [B, M, K] are those of
+    ``tokens``. Earlier continuations get nodes first."""
     rows, matches, depth = tokens.shape
     device = tokens.device
     equal = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]
@@ -214,4 +224,5 @@ def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Prop
         tokens=torch.cat([last_token[:, None], tokens.flatten(1).gather(1, order)], 1),
         shape=TreeShape.from_parents(torch.cat([root, above], 1), width=None if free else matches),
         draft_sampling=DraftSampling.TOP_K,
+        likelihoods=None if likelihoods is None else _with_root(likelihoods.flatten(1).gather(1, order)),
     )

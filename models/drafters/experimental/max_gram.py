@@ -28,10 +28,10 @@ class MaxGram(PromptLookup):
         bigrams = None if self.bigrams is None else hashlib.sha256(self.bigrams.cpu().numpy().tobytes()).hexdigest()
         return (*super().identity(), bigrams)
 
-    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        tokens, valid = super().continuations(text, last_token, depth)
+    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, valid, length = super().continuations(text, last_token, depth)
         if self.bigrams is None:
-            return tokens, valid
+            return tokens, valid, length
         self.bigrams = self.bigrams.to(last_token.device)
         unmatched, token = ~valid[:, 0, 0], last_token
         known = unmatched
@@ -40,7 +40,7 @@ class MaxGram(PromptLookup):
             known = known & (token >= 0)
             tokens[:, 0, k] = torch.where(unmatched, token.clamp(min=0), tokens[:, 0, k])
             valid[:, 0, k] |= known
-        return tokens, valid
+        return tokens, valid, length
 
 
 def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:

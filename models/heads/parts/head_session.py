@@ -39,6 +39,10 @@ class LayerCache(NodeCache, SessionPart):
         assert self._inputs is not None and base_hidden is not None
         self.append(map_active(self._inputs, base_hidden, counts), counts)
 
+    @property
+    def reads_all_states(self) -> bool:
+        return True
+
     def new_cache(self, capacity: int, rows: int) -> TreeCache:
         return TreeCache.empty(self._shape, capacity, rows)
 
@@ -86,6 +90,10 @@ class HeadSession(StepwiseSession):
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
         self.parts = parts if self.copied is None else (*parts, self.copied)
+
+    @property
+    def reads_all_states(self) -> bool:
+        return any(part.reads_all_states for part in self.parts)
 
     @property
     def room(self) -> int:
