@@ -8,7 +8,7 @@ from pathlib import Path
 from drafthead.engines.environment import VLLM_SIZE, environment
 from drafthead.errors import UserError
 
-CONNECTORS = Path(__file__).with_name("in_vllm")  # modules that vLLM imports
+IN_VLLM = Path(__file__).with_name("in_vllm")  # modules that vLLM imports
 STOCK_CONNECTOR, CPU_CONNECTOR = "ExampleHiddenStatesConnector", "CpuHiddenStatesConnector"
 
 
@@ -43,4 +43,14 @@ def states_arguments(layers: Sequence[int], folder: Path, on_cpu: bool) -> tuple
     arguments = ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(connector)]
     # A prompt whose start is cached has no states there.
     arguments += ["--no-enable-prefix-caching"]
-    return arguments, {"PYTHONPATH": str(CONNECTORS), "VLLM_USE_V2_MODEL_RUNNER": "0"} if on_cpu else {}
+    return arguments, {"PYTHONPATH": str(IN_VLLM), "VLLM_USE_V2_MODEL_RUNNER": "0"} if on_cpu else {}
+
+
+def proposer_arguments(head: str, drafts: int, drafter: str = "head") -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and environment variables with which vLLM drafts chains of up to ``drafts`` tokens with the
+    head in the folder ``head``, by drafthead's own code. ``drafter``: the head alone, or ``head+prompt_lookup``."""
+    extra = {"head": head, **({"drafter": drafter} if drafter != "head" else {})}
+    method: dict[str, object] = {"method": "custom_class", "model": "drafthead_proposer.Proposer"}
+    method |= {"num_speculative_tokens": drafts, "draft_load_config": {"model_loader_extra_config": extra}}
+    variables = {"PYTHONPATH": str(IN_VLLM), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return ["--speculative-config", json.dumps(method)], variables

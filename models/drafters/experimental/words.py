@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from drafthead.data.answers.store import open_answers
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -17,6 +16,8 @@ from drafthead.models.drafters.kinds import Expression, Kind, Parts
 def _max_gram(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
     if not expression.name:
         return MaxGram(expression.tokens)
+    from drafthead.data.answers.store import open_answers  # loads pyarrow, which serving engines lack
+
     # A run's corpus folder, or its folder ``answers``.
     answers = open_answers(Path(expression.name)).read(with_hidden_states=False)
     bigrams = bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)

@@ -1,0 +1,1 @@
+"""Modules that run inside vLLM. With this folder on ``PYTHONPATH``, vLLM imports them by their bare names."""
