@@ -152,10 +152,8 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 def commands() -> dict[str, type[Any]]:
-    """Return the settings class of every command by name. ``data`` and ``serve`` have those of ``train``."""
-    return {"train": RunConfig} | {
-        name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data", "serve")
-    }
+    """Return the settings class of every command by name. ``data`` has those of ``train``."""
+    return {"train": RunConfig} | {name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data")}
 
 
 def _call(name: str, member: Any) -> str:

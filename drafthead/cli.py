@@ -10,7 +10,7 @@ from drafthead.version import __version__
 COMMANDS = {  # module of each command, and its line in `drafthead --help`
     "train": ("drafthead.train.run", "run a recipe: corpora, phases, tree, evaluation, head on disk"),
     "data": ("drafthead.commands.data", "make the corpora of a recipe and stop"),
-    "serve": ("drafthead.commands.serve", "serve a recipe's base in vLLM, which computes hidden states"),
+    "serve": ("drafthead.commands.serve", "serve a head in vLLM, or a base that computes hidden states"),
     "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
     "generate": ("drafthead.commands.generate", "stream an answer with a head, and print its speedup"),
     "chat": ("drafthead.commands.chat", "chat in the terminal, with accepted drafts in colour"),

@@ -38,6 +38,9 @@ class EngineConfig:
     plain_url: str = ""
     """Address of a running server without the head. If it is empty and ``url`` is set, the engine's decoding without
     drafts is not measured."""
+    proposer: bool | None = None
+    """Draft by drafthead's own code inside the engine, without an export; only for vLLM. With null, only if vLLM loads
+    no format of the head."""
     base_type: str = "f32"
     """Weight type of the base's GGUF file, for llama.cpp: f32, f16, bf16, q8_0, q4_0 or q4_1. Answers equal ours only
     with f32."""

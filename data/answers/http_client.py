@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import os
 from collections.abc import Sequence, Set
 from typing import Any
@@ -16,19 +15,9 @@ SHOWN_KEY = 4  # messages repeat fewer consecutive characters of a key than this
 QUOTED = 2000  # characters of a server's message that are searched for the key
 
 
-def quiet_clients() -> None:
-    """Keep the HTTP clients from logging a line for every request, as they do at INFO, which Hydra sets."""
-    for name in ("httpx2", "openai"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
 class LimitedClient(openai.DefaultAsyncHttpxClient):
     """Client that limits the time of a whole request and the size of its response, and follows no redirect. httpx alone
     limits only the wait for the next bytes, and sends the prompts of a redirected request elsewhere."""
-
-    def __init__(self, **options: Any) -> None:
-        quiet_clients()
-        super().__init__(**options)
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         """Send a request; its read timeout is the limit for the time until the end of the response."""

@@ -1,5 +1,6 @@
 """Checked settings of commands and recipes (the hydra library composes recipes); errors in one line."""
 
+import logging
 import os
 import re
 import sys
@@ -144,6 +145,8 @@ def run_recipe(task: Callable[[DictConfig], None], cls: type[Any], usage: str) -
 
     def guarded(cfg: DictConfig) -> None:
         """Run the task. Its errors are handled here, because Hydra reports every exception that leaves a task."""
+        for name in ("httpx2", "openai"):  # at INFO, which Hydra sets, they log a line for every request
+            logging.getLogger(name).setLevel(logging.WARNING)
         with one_line_errors():
             task(cfg)
 

@@ -13,6 +13,7 @@ import openai
 
 from drafthead.data.answers.http_client import LimitedClient, api_key, error_text, through_end
 from drafthead.engines.process import EngineError, EngineProcess
+from drafthead.engines.server import counters
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0  # longest wait until an engine has updated its counters after an answer
@@ -129,15 +130,8 @@ class EngineServer(ABC):
         return self._send(path, body), time.perf_counter() - started
 
     def _counters(self) -> dict[str, float]:
-        """Return the server's Prometheus counters, summed over labels; ``name[0]`` is ``name`` at draft position 0."""
-        counters: dict[str, float] = {}
-        for line in str(self._send("/metrics")).splitlines():
-            if match := re.match(r"([\w:]+)(\{.*\})? ([\d.eE+-]+)$", line):
-                name, labels, value = match.groups()
-                position = re.search(r'position="(\d+)"', labels or "")
-                name = name.removesuffix("_total") + (f"[{position[1]}]" if position else "")
-                counters[name] = counters.get(name, 0.0) + float(value)
-        return counters
+        """Return the server's Prometheus counters."""
+        return counters(str(self._send("/metrics")))
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.

@@ -1,5 +1,6 @@
-"""A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation. Every
-engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the same
+"""A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation. In vLLM,
+drafthead's own code drafts with heads that it does not load (``drafthead/engines/in_vllm/proposer.py``). Every engine
+runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the same
 length (method ``chain:3``), and the engine's acceptance must equal the chain's. The chain uses the original head,
 because a head read back from the export would hide faults that writing and reading share. It drafts without bfloat16 or
 int8 copies of the weights."""
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drafthead.engines.process import EngineError, EngineProcess
-from drafthead.engines.vllm import vllm_python, vllm_variables
+from drafthead.engines.vllm import proposer_arguments, vllm_python, vllm_variables
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.lossless.export_check import as_exported
@@ -42,6 +43,7 @@ READS = {  # formats that each engine loads; the first that supports the head is
     "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
+PROPOSER = "proposer"  # drafthead's own code, instead of a format
 PLAIN = "_plain"  # ends the name of an engine's method without the head
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")  # no CUDA graphs; one request at a time, like our loop
 Log = Callable[[str], None]
@@ -78,26 +80,29 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
     with ExitStack() as stack:
         try:
             for name, target in formats.items():
-                published = folder / "served" / target.name
+                published = folder / "served" / (PROPOSER if target is None else target.name)
                 shutil.rmtree(published, ignore_errors=True)
-                fitted = target.fitted(head)
-                target.export(fitted, published, torch.float32)
+                fitted = head if target is None else target.fitted(head)
+                if target is None:
+                    head.save_pretrained(published)
+                else:
+                    target.export(fitted, published, torch.float32)
                 served.head = served.head or as_exported(fitted)
                 is_evaluated = served.head is head and config.draft_config(head) == served.chain_config
                 served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
-                start = EngineStart(stack, name, settings, base, published, method_of(target, head), served.drafts)
+                method = PROPOSER if target is None else method_of(target, head)
+                start = EngineStart(stack, name, settings, base, published, method, served.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
                         continue
-                    method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
                     fact = {"engine": server.name, "version": server.version(), "dtype": start.dtype}
-                    fact |= {"format": target.name, "options": options}
+                    fact |= {"format": published.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     answer = partial(server.answer, max_new_tokens=config.max_new_tokens)
-                    served.methods[method] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
+                    served.methods[name + PLAIN * plain] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
             yield served
         except EngineError as error:
             hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""
@@ -128,24 +133,43 @@ def method_of(target: Format, head: DraftHead) -> str:
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
 
-def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format]]:
-    """Check ``config.engines`` before anything is started; return the head and each engine's format."""
+def format_in_vllm(head: DraftHead, config: EngineConfig) -> Format | None:
+    """Return the format in which vLLM serves ``head``; None for drafthead's own code, which drafts with heads that vLLM
+    does not load on this device, or if ``config`` asks for it."""
+    runs_layers = head.config.needs_layers
+    if config.proposer and runs_layers:
+        what = f"a {type(head).__name__} runs the base's layers, which drafthead's code inside vLLM does not have"
+        raise UserError(f"{what}; drop engine.vllm.proposer")
+    try:
+        return None if config.proposer else _own_format(head, config)
+    except UserError:
+        if config.proposer is None and not runs_layers:
+            return None
+        raise
+
+
+def _own_format(head: DraftHead, config: EngineConfig) -> Format:
+    target = format_for("vllm", head)
+    if target.name == "dspark" and not (config.url or torch.accelerator.is_available()):
+        raise UserError(
+            "vLLM drafts with DSpark heads on GPUs only; on a CPU drop engine.vllm.proposer=false, take llamacpp, or "
+            "train a DFlash head: head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
+        )
+    return target
+
+
+def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format | None]]:
+    """Check ``config.engines`` before anything is started; return the head and each engine's format (None: drafthead's
+    own code)."""
     if not isinstance(drafter, DraftHead):
         raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
     for what, _ in unsupported_adapter(drafter.base.identity()):
         raise UserError(f"{what}; evaluate the exported head on the merged base instead (docs/guides/serve.md)")
     settings = config.engine
     check_drafts(drafter, _chain(drafter, config))
-    formats = {name: format_for(name, drafter) for name in config.engines}
-    if (
-        "vllm" in formats
-        and formats["vllm"].name == "dspark"
-        and not (settings.vllm.url or torch.accelerator.is_available())
-    ):
-        raise UserError(
-            "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head: "
-            "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
-        )
+    formats: dict[str, Format | None] = {name: format_for(name, drafter) for name in config.engines if name != "vllm"}
+    if "vllm" in config.engines:
+        formats["vllm"] = format_in_vllm(drafter, settings.vllm)
     if "sglang" in formats and not settings.sglang.url:
         raise UserError("start SGLang with the exported head yourself, and set engine.sglang.url=http://...")
     if "vllm" in formats and not settings.vllm.url:
@@ -175,7 +199,7 @@ class EngineStart:
     settings: EnginesConfig
     base: BaseParts
     published: Path
-    method: str  # the engine's name for the head's drafting method
+    method: str  # the engine's name for the head's drafting method, or PROPOSER
     drafts: int
 
     def __post_init__(self) -> None:
@@ -217,10 +241,14 @@ class EngineStart:
             arguments += ["--max-model-len", str(self._context), "--gpu-memory-utilization", "0.3"]
         else:
             arguments += cpu_memory(self.base)
-        if not plain:
+        variables = vllm_variables(str(folder), self._threads)
+        if not plain and self.method == PROPOSER:
+            more, of_proposer = proposer_arguments(str(self.published.resolve()), self.drafts)
+            arguments, variables = arguments + more, variables | of_proposer
+        elif not plain:
             spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
             arguments += ["--speculative-config", json.dumps(spoken)]
-        return vllm_python(self.own.python), arguments, vllm_variables(str(folder), self._threads)
+        return vllm_python(self.own.python), arguments, variables
 
     def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
         path, kind = self.published / BASE_FILE, self.own.base_type

@@ -125,6 +125,13 @@ def cpu_memory(base: BaseParts) -> list[str]:
     return ["--max-model-len", str(context), "--kv-cache-memory-bytes", f"{gigabytes}G"]
 
 
+def vllm_options(base: BaseParts) -> list[str]:
+    """Return options of a vLLM that serves ``base`` on this machine under its own name."""
+    on_cpu = not torch.accelerator.is_available()
+    options = ["--dtype", dtype_name(base), "--served-model-name", base.name]
+    return [*options, *(["--enforce-eager", *cpu_memory(base)] if on_cpu else [])]
+
+
 class Fixed(NamedTuple):
     """A head's setting for which a format supports only one value."""
 

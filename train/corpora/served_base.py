@@ -19,13 +19,14 @@ from torch import Tensor
 from drafthead.data.answers.server import Server, as_completed, check_server
 from drafthead.data.answers.store import Answer
 from drafthead.data.states.engine_file import BadStatesError, move_engine_file, read_engine_file, remove_engine_file
+from drafthead.engines.server import LocalVllm
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.format import MOST_CONTEXT
 from drafthead.system.display import Display
 from drafthead.train.corpora.corpus_config import StatesConfig
-from drafthead.train.corpora.states_server import StatesServer
+from drafthead.train.corpora.states_server import states_server
 from drafthead.train.original_base import OriginalBase
 
 SAME_TOKENS = 0.98  # least share of positions at which states and server have the same likeliest token
@@ -54,7 +55,7 @@ class ServedBase(OriginalBase):
         head reads, for the base's number of layers."""
         super().__init__(read_parts, lambda sharded: self._refuse())
         self.config, self.folder, self.display, self._read_layers = config, folder, display, read_layers
-        self._server: StatesServer | None = None
+        self._server: LocalVllm | None = None
         self._model: str | None = None  # the base's name on the server
 
     def _refuse(self) -> BaseModel:
@@ -77,8 +78,9 @@ class ServedBase(OriginalBase):
     def start(self) -> None:
         """Start the server if it is this run's own (``data.states.serve``), on one process of the run."""
         if self.config.serve and self._server is None:
-            server = StatesServer(self.parts, self.config, self.layers, self.folder, self.display.line)
-            with self.display.stage(f"vLLM: {self.parts.name}"):
+            server = states_server(self.parts, self.config, self.layers, self.folder)
+            with self.display.stage(f"vLLM runs {self.parts.name}"):
+                self.display.line(f"   {server.command}")
                 server.start()
             self._server = server
 

@@ -24,13 +24,11 @@ class ServerEstimate:
     def __init__(self, plan: Estimate) -> None:
         self.plan, base = plan, plan.base
         self.longest = max(phase.seq_len for phase in plan.phases.values())
-        of_layers = sum(h * e for layer in base.cache_shape.layers for h, e in (layer.keys, layer.values))
         self.layers = len({0, *plan.head.spec.layers, base.num_layers})  # that a server writes
         self.state_bytes = self.layers * base.hidden_size * base.dtype.itemsize
-        self.cache_bytes = (
-            of_layers * base.dtype.itemsize + self.state_bytes
-        )  # per token; states pass through a cache of their own
-        self.weights = base.model.num_parameters() * base.dtype.itemsize
+        # Per token; states pass through a cache of their own.
+        self.cache_bytes = base.cache_shape.nbytes(self.longest) / self.longest + self.state_bytes
+        self.weights: int = base.model.num_parameters() * base.dtype.itemsize
         self.least_bytes = self.weights + ROWS * self.longest * self.cache_bytes
         corpora = {phase.corpus for phase in plan.phases.values() if phase.store_hidden_states}
         self.tokens = plan.data.text.max_tokens * ("text" in corpora) + plan.answer_tokens * ("answers" in corpora)

@@ -65,13 +65,26 @@ def load_base_and_head(
 ) -> tuple[BaseModel, DraftHead]:
     """Load a head and its base onto ``device``. If ``base`` names no base, load the base that the head was trained for;
     settings saved with the head then replace defaults."""
+    folder, config = _named(name, base)
+    model = BaseModel.load(config, device)
+    return model, _attached(folder, model)
+
+
+def load_parts_and_head(name: str | Path, base: BaseConfig | None = None) -> tuple[BaseParts, DraftHead]:
+    """Load a head onto its base without the base's layers, as ``load_base_and_head`` does with them."""
+    folder, config = _named(name, base)
+    parts = BaseParts.of_checkpoint(config)
+    return parts, _attached(folder, parts)
+
+
+def _named(name: str | Path, base: BaseConfig | None) -> tuple[Path, BaseConfig]:
+    """Return the folder of a head, and ``base`` or, if it names none, the base that the head was trained for."""
     folder = head_folder.resolve_folder(name)
     trained = head_folder.read_head_config(folder)["base"]
     config = base or BaseConfig()
     if not config.name and not config.random:
         config = _with_saved(config, folder, trained.get("recipe"))
-    model = BaseModel.load(config, device)
-    return model, _attached(folder, model)
+    return folder, config
 
 
 def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:

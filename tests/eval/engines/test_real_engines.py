@@ -30,6 +30,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_parts
 from drafthead.train.corpora.corpora import Corpora
@@ -98,11 +99,20 @@ def block(markov_rank: int) -> DSparkHead:
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
 
 
+@cache
+def medusa() -> MedusaHead:
+    """Has an induction head, which no format of an engine holds."""
+    config = MedusaConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=16, draft_vocab_size=1024)
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
+
+
 HEADS: dict[str, tuple[str, Callable[[], DraftHead]]] = {
     "eagle3 in llama.cpp": ("llamacpp", eagle),
     "dspark in llama.cpp": ("llamacpp", partial(block, 16)),
     "dflash in llama.cpp": ("llamacpp", partial(block, 0)),
     "copying eagle3 in llama.cpp": ("llamacpp", partial(copying, norm_before_fc=True)),
+    "medusa, by drafthead's code in vLLM": ("vllm", medusa),
+    "eagle3, by drafthead's code in vLLM": ("vllm", eagle),
     "copying eagle3 in vLLM": ("vllm", partial(copying, fc_norm=True, norm_output=True)),
 }
 
@@ -119,6 +129,7 @@ def test_a_head_is_served_as_it_was_trained(tmp_path: Path, case: str) -> None:
     suite = tmp_path / "suite.jsonl"
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=[engine])
+    config.engine.vllm.proposer = "drafthead's code" in case
     config.engine.start_timeout_s = config.engine.answer_timeout_s = 900.0  # two cores may be busy
     row: dict[str, Any] = evaluate(base(), head(), config, tmp_path, Said())["engines"][engine]
     assert row["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"

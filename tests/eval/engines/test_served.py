@@ -21,7 +21,7 @@ from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
-from drafthead.eval.engines.served import serve
+from drafthead.eval.engines.served import format_in_vllm, serve
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.engine_comparison import engine_failures, engine_lines
@@ -33,6 +33,7 @@ from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from support import Said, TinyBase, cases, fitted, refuses, rows_of
@@ -276,10 +277,11 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
+    config.engine.vllm.proposer = False
     refuses("vllm_medusa: .*last", evaluate, base, head, config, tmp_path, Said())
     for settings, says in (
         ({"markov_rank": 0}, "dflash: it has a Markov or a confidence head .* format dspark: it has no Markov head"),
-        ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
+        ({}, "vLLM drafts with DSpark heads on GPUs only; .* train a DFlash head"),
     ):
         block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
         refuses(says, evaluate, base, block, config, tmp_path, Said())
@@ -288,6 +290,12 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     config.engine.drafts = None
     config.engines = ["llamacpp"]
     refuses("llamacpp.*MedusaHead.*gguf", evaluate, base, head, config, tmp_path, Said())
+    config.engine.vllm.proposer = True
+    kangaroo = KangarooConfig(exit_layer=1).build(base)
+    refuses("KangarooHead runs the base's layers", format_in_vllm, kangaroo, config.engine.vllm)
+    config.engine.vllm.proposer = None
+    assert format_in_vllm(head, config.engine.vllm) is None, "no format of vLLM has it"
+    assert format_in_vllm(trained(base), config.engine.vllm).name == "eagle3"
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
     refuses("/no/python.*install=vllm", evaluate, base, trained(base), config, tmp_path, Said())
     adapted = copy(base)
