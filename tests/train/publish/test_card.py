@@ -1,5 +1,7 @@
 """What a model card says where the tiny run of the Hub's tests does not come: licences, engines, names, data."""
 
+import json
+import shlex
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +98,22 @@ def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_b
     base.config = replace(base.config, adapter="adapter")
     lines = card.serving_lines(served.build(base, torch.arange(100)), folder)
     assert "merged_base=true" in lines[1] and f"--model-path {tmp_path / 'eagle3' / 'base'}" in lines[6]
+
+
+def test_a_head_that_no_engine_loads_is_served_by_drafthead_in_vllm(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, folder = copy(tiny_base()), tmp_path / "head"
+    base.config, base.name = BaseConfig(name="org/base"), "org/base"
+    head = MedusaConfig(num_draft_tokens=2, own_lm_head=False, induction_rank=4).build(base)
+    first, serve, line = card.serving_lines(head, folder)
+    assert first == "serve it in vLLM without an export, by drafthead's own code:"
+    assert serve == f"   drafthead serve head={folder}"
+    words = dict(zip((split := shlex.split(line)), split[1:], strict=False))
+    spoken = json.loads(words["--speculative-config"])
+    assert words["--model"] == "org/base" and words["--dtype"] == "float32" and "VLLM_USE_V2_MODEL_RUNNER=0" in split
+    assert spoken["num_speculative_tokens"] == 2
+    assert spoken["draft_load_config"]["model_loader_extra_config"] == {"head": str(folder)}
+    (module,) = [word.partition("=")[2] for word in split if word.startswith("PYTHONPATH=")]
+    assert Path(module, f"{spoken['model'].partition('.')[0]}.py").exists()
 
 
 def test_data_is_named_without_this_machines_folders_and_with_its_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
