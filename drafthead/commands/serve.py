@@ -1,7 +1,6 @@
 """Serve a head in vLLM; or serve a recipe's base in vLLM, which answers and computes states for `drafthead train`.
 
-usage: drafthead serve head=FOLDER [key=value ...]
-       drafthead serve recipe=NAME [key=value ...]
+usage: drafthead serve head=FOLDER [key=value ...], or drafthead serve recipe=NAME [key=value ...]
 
 drafthead serve head=outputs/medusa_smollm2/head
 drafthead serve head=outputs/medusa_smollm2/head drafter=head+prompt_lookup:8:2
@@ -98,6 +97,7 @@ def _serve_states(cfg: DictConfig) -> None:
 
 
 def main() -> None:
+    """Serve a head; with a recipe, hidden states."""
     if any(argument.startswith("recipe=") for argument in sys.argv[1:]):
         run_recipe(_serve_states, RunConfig, __doc__)
     else:

@@ -50,7 +50,7 @@ class ServerEstimate:
         config = self.plan.data.answers
         prompts, rows = config.prompts + config.self_prompted, config.server.concurrency
         steps = prompts * config.sampler.max_new_tokens / rows
-        step_s = max(2 * self.plan.base.model.num_parameters() * rows / operations, self.weights / bandwidth)
+        step_s: float = max(2 * self.plan.base.model.num_parameters() * rows / operations, self.weights / bandwidth)
         return steps * step_s + prompts * config.max_prompt_tokens * self._per_token / operations
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.text.documents import Documents
 from drafthead.engines.environment import environment
+from drafthead.engines.server import counters
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import free_port
 from drafthead.eval.evaluate import evaluate
@@ -103,7 +105,7 @@ def block(markov_rank: int) -> DSparkHead:
 def medusa() -> MedusaHead:
     """Has an induction head, which no format of an engine holds."""
     config = MedusaConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=16, draft_vocab_size=1024)
-    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 60, lr=2e-3)
+    return fitted(config.build(base(), draft_ids()), rows_of(answers()), 20, lr=2e-3)
 
 
 HEADS: dict[str, tuple[str, Callable[[], DraftHead]]] = {
@@ -112,7 +114,7 @@ HEADS: dict[str, tuple[str, Callable[[], DraftHead]]] = {
     "dflash in llama.cpp": ("llamacpp", partial(block, 0)),
     "copying eagle3 in llama.cpp": ("llamacpp", partial(copying, norm_before_fc=True)),
     "medusa, by drafthead's code in vLLM": ("vllm", medusa),
-    "eagle3, by drafthead's code in vLLM": ("vllm", eagle),
+    "copying eagle3, by drafthead's code in vLLM": ("vllm", partial(copying, fc_norm=True, norm_output=True)),
     "copying eagle3 in vLLM": ("vllm", partial(copying, fc_norm=True, norm_output=True)),
 }
 
@@ -137,6 +139,36 @@ def test_a_head_is_served_as_it_was_trained(tmp_path: Path, case: str) -> None:
     assert row["failures"] == []
     assert row["texts"]["compared_with"] == "its own without drafts"
     assert row["tokens_per_second"]["plain"] > 0
+
+
+def test_two_requests_at_once_by_the_command(tmp_path: Path) -> None:
+    require("vllm")
+    medusa().save_pretrained(tmp_path / "head")
+    url, log = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "log"
+    settings = [f"head={tmp_path / 'head'}", f"port={port}", "requests=2", "drafter=head+prompt_lookup:3:1"]
+    with log.open("w") as out:
+        command = subprocess.Popen([sys.executable, "-m", "drafthead", "serve", *settings], stdout=out, stderr=out)
+    wait_until(lambda: is_up(port), command)
+
+    def ask(prompt: str) -> list[int]:
+        ids = base().prompt_ids([{"role": "user", "content": prompt}])
+        body = {"model": "embedded:smollm2", "prompt": ids, "max_tokens": NEW, "temperature": 0}
+        body |= {"return_token_ids": True}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return [*ids, *json.load(answer)["choices"][0]["token_ids"]]
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(ask, PROMPTS))
+    assert sum(text == ours for text, ours in zip(texts, answers(), strict=True)) >= len(PROMPTS) - 1, "a near-tie"
+    wait_until(lambda: "tokens per step that drafted" in log.read_text(), command)
+    counted = counters(urllib.request.urlopen(f"{url}/metrics").read().decode())
+    steps, accepted = (counted[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
+    assert accepted > 0.3 * steps > 10
+    command.send_signal(signal.SIGINT)
+    assert command.wait(60) == 0 and not is_up(port)
+    assert "stopped" in log.read_text() and "--speculative-config" in log.read_text()
 
 
 def test_every_planted_fault_is_noticed(tmp_path: Path, script: Callable[[str], Any]) -> None:
