@@ -57,6 +57,9 @@ class ServeConfig:
     drafts: Positive | None = None
     """Largest number of tokens that a request drafts in a step. With null, the head's trained positions, or the TOKENS
     of another drafter if they are more."""
+    fit_length: bool = True
+    """Draft only as far as the expected gain exceeds the cost. Both are learnt while serving: shares of acceptance, and
+    times of vLLM's steps. With false, every step drafts as far as it can."""
     requests: Positive = 4
     """Largest number of requests that vLLM answers at once (``--max-num-seqs``)."""
     port: Annotated[int, Field(ge=1, le=65535)] = PORT
@@ -77,7 +80,9 @@ def serve_head(config: ServeConfig) -> None:
     expression = parse_drafter(config.drafter)
     trained = min(head.depth, head.config.trained_positions)
     drafts = config.drafts or max([trained, *(part.tokens for part in expression.walk())])
-    arguments, variables = proposer_arguments(str(folder.resolve()), drafts, config.drafter)
+    more: dict[str, object] = {"drafter": config.drafter} if config.drafter != "head" else {}
+    more |= {"fit_length": True} if config.fit_length else {}
+    arguments, variables = proposer_arguments(str(folder.resolve()), drafts, **more)
     arguments += ["--max-num-seqs", str(config.requests)]
     if head.open(1).reads_all_states:
         arguments += ["--no-enable-prefix-caching"]  # the head would not see the cached part of a prompt

@@ -46,10 +46,10 @@ def states_arguments(layers: Sequence[int], folder: Path, on_cpu: bool) -> tuple
     return arguments, {"PYTHONPATH": str(IN_VLLM), "VLLM_USE_V2_MODEL_RUNNER": "0"} if on_cpu else {}
 
 
-def proposer_arguments(head: str, drafts: int, drafter: str = "head") -> tuple[list[str], dict[str, str]]:
+def proposer_arguments(head: str, drafts: int, **settings: object) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and environment variables with which vLLM drafts chains of up to ``drafts`` tokens with the
-    head in the folder ``head``, by drafthead's own code. ``drafter``: the head alone, or ``head+prompt_lookup``."""
-    extra = {"head": head, **({"drafter": drafter} if drafter != "head" else {})}
+    head in the folder ``head``, by drafthead's own code. ``settings``: further ones of its ``ProposerConfig``."""
+    extra = {"head": head, **settings}
     method: dict[str, object] = {"method": "custom_class", "model": "drafthead_proposer.Proposer"}
     method |= {"num_speculative_tokens": drafts, "draft_load_config": {"model_loader_extra_config": extra}}
     variables = {"PYTHONPATH": str(IN_VLLM), "VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -17,7 +17,8 @@ Shape legend: B rows, T tokens, K drafts, D width.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, pad_rows
 from drafthead.errors import UserError
+from drafthead.models.decoding.draft_lengths import DraftLengths
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Session
 from drafthead.models.token_tree import TokenTree
 
@@ -77,6 +79,9 @@ class Chain:
     tokens: list[int]
     likelihoods: list[float]
 
+    def first(self, count: int) -> "Chain":
+        return replace(self, tokens=self.tokens[:count], likelihoods=self.likelihoods[:count])
+
 
 def expected_length(rates: Sequence[float]) -> float:
     """Return the expected number of accepted drafts of a chain whose drafts are accepted with these probabilities."""
@@ -91,13 +96,14 @@ class EngineRows:
     """The sessions of one or several drafters with one row per request. Of several chains, the one with the largest
     expected accepted length is drafted. Memory is that of the requests' rows, and is freed when there are none."""
 
-    def __init__(self, drafters: Sequence[Drafter], drafts: int) -> None:
-        """Draft up to ``drafts`` tokens with each of ``drafters``, or as many as it can."""
+    def __init__(self, drafters: Sequence[Drafter], drafts: int, lengths: DraftLengths | None = None) -> None:
+        """Draft up to ``drafts`` tokens with each of ``drafters``, or as many as it can. ``lengths`` shortens the
+        chains to what pays; None: whole chains."""
         for drafter in drafters:
             if drafter.early_exit_layers:
                 what = f"{type(drafter).__name__} drafts with the base's first layers, which an engine does not share"
                 raise UserError(f"{what}; serve another head")
-        self.drafters, self.drafts = tuple(drafters), drafts
+        self.drafters, self.drafts, self.lengths = tuple(drafters), drafts, lengths
         self._tables = [AcceptanceTable() for _ in drafters]
         self._requests: list[str] = []  # of each row
         self._texts: dict[str, npt.NDArray[np.int64]] = {}
@@ -146,8 +152,21 @@ class EngineRows:
     @torch.inference_mode()
     def draft(self, last_tokens: Mapping[str, int]) -> dict[str, list[int]]:
         """Return the drafts of requests after their last tokens, which the base has not read; [] for unknown ones."""
-        if not any(request in self._texts for request in last_tokens):
-            return {request: [] for request in last_tokens}
+        known = [request for request in last_tokens if request in self._texts]
+        drafts: dict[str, list[int]] = {request: [] for request in last_tokens}
+        if not known or (self.lengths is not None and not self.lengths.drafts_now()):
+            return drafts
+        started, chains = perf_counter(), self._chains(last_tokens)
+        best = {request: max(chains[request], key=self._expected) for request in known}
+        if self.lengths is not None:
+            self.lengths.record_drafting(perf_counter() - started)
+            counts = self.lengths.choose([self._rates(chain) for chain in best.values()])
+            best = {r: chain.first(count) for (r, chain), count in zip(best.items(), counts, strict=True)}
+        self._proposed |= best
+        return drafts | {request: chain.tokens for request, chain in best.items()}
+
+    def _chains(self, last_tokens: Mapping[str, int]) -> dict[str, list[Chain]]:
+        """Return the chains that the drafters draft for every request; they mean nothing without a last token."""
         roots = torch.tensor([last_tokens.get(request, 0) for request in self._requests], device=self._device)
         chains: dict[str, list[Chain]] = {request: [] for request in self._requests}
         for number, (drafter, session) in enumerate(zip(self.drafters, self._sessions, strict=True)):
@@ -159,13 +178,13 @@ class EngineRows:
             counts, tokens = drafted.sum(1).tolist(), proposal.tokens[:, 1:].tolist()
             for request, count, ids, chance in zip(self._requests, counts, tokens, chances.tolist(), strict=True):
                 chains[request].append(Chain(number, ids[:count], chance[:count]))
-        for request in last_tokens:
-            if request in chains:
-                self._proposed[request] = max(chains[request], key=self._expected)
-        return {r: self._proposed[r].tokens if r in chains else [] for r in last_tokens}
+        return chains
+
+    def _rates(self, chain: Chain) -> list[float]:
+        return self._tables[chain.drafter].rates(chain.likelihoods)
 
     def _expected(self, chain: Chain) -> float:
-        return expected_length(self._tables[chain.drafter].rates(chain.likelihoods))
+        return expected_length(self._rates(chain))
 
     def _arrange(self, kept: list[str], new: list[str]) -> None:
         """Give every request of ``kept`` and ``new`` a row; empty the rows of ``new``."""

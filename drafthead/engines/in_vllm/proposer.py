@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.decoding.draft_lengths import DraftLengths
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.engine_rows import EngineRows, Read
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
@@ -44,6 +46,8 @@ class ProposerConfig:
     drafter: str = "head"
     """Drafters, joined by ``+``, of which each request takes the chain that promises more: ``head``, or
     ``head+prompt_lookup:8``."""
+    fit_length: bool = False
+    """Draft only as far as the expected gain exceeds the cost, which is learnt from the times of vLLM's steps."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,15 @@ class Proposer:
         self._runner = runner_of(vllm_config)
         self._step: Step | None = None
         self._layers: tuple[int, ...] = ()  # ascending
+        self._last: tuple[list[str], float] = [], 0.0  # requests that got drafts in the last step, and its end
 
     def load_model(self, target: Any) -> None:
         """Load the head onto the tensors of ``target``, vLLM's model."""
         parts = self._parts(target)
         head = None if self._settings.head is None else load_head(self._settings.head, parts)
         drafts = self._config.speculative_config.num_speculative_tokens
-        self._rows = EngineRows(drafters_of(self._settings.drafter, parts, head, drafts), drafts)
+        self._lengths = DraftLengths() if self._settings.fit_length else None
+        self._rows = EngineRows(drafters_of(self._settings.drafter, parts, head, drafts), drafts, self._lengths)
         if head is not None and head.spec.layers:
             self._read_layers(head.spec.layers)
         observed = getattr(self._runner, STEP)
@@ -109,7 +115,15 @@ class Proposer:
             offset += count
         self._rows.feed(reads)
         drafts = self._rows.draft(last_tokens)
+        self._last = [*last_tokens], perf_counter()
         return [drafts.get(request, []) for request in batch.req_ids]
+
+    def _record_time(self, step: Step) -> None:
+        """Give ``DraftLengths`` the time since the last step if its requests, and no others, have continued: then the
+        engine did not wait in between, and read no prompt."""
+        (requests, ended), scheduled = self._last, step.scheduler_output.num_scheduled_tokens
+        if self._lengths is not None and [*self._runner.input_batch.req_ids] == requests:
+            self._lengths.record(sum(scheduled.values()), perf_counter() - ended)
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Drop ended requests, and waiting ones if there is no room for all."""
@@ -132,6 +146,7 @@ class Proposer:
     def _with_states(self, observed: Callable[..., Any], signature: inspect.Signature, *args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments
         self._step = Step(*(given[name] for name in NEEDED))
+        self._record_time(self._step)
         return observed(*args, **named)
 
     def _parts(self, target: Any) -> BaseParts:

@@ -141,13 +141,14 @@ def test_a_head_is_served_as_it_was_trained(tmp_path: Path, case: str) -> None:
     assert row["tokens_per_second"]["plain"] > 0
 
 
-def test_two_requests_at_once_by_the_command(tmp_path: Path) -> None:
+def test_two_requests_at_once_by_the_command(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     require("vllm")
     medusa().save_pretrained(tmp_path / "head")
     url, log = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "log"
     settings = [f"head={tmp_path / 'head'}", f"port={port}", "requests=2", "drafter=head+prompt_lookup:3:1"]
     with log.open("w") as out:
         command = subprocess.Popen([sys.executable, "-m", "drafthead", "serve", *settings], stdout=out, stderr=out)
+    request.addfinalizer(command.kill)  # vLLM ends with its command
     wait_until(lambda: is_up(port), command)
 
     def ask(prompt: str) -> list[int]:
@@ -155,8 +156,8 @@ def test_two_requests_at_once_by_the_command(tmp_path: Path) -> None:
         body = {"model": "embedded:smollm2", "prompt": ids, "max_tokens": NEW, "temperature": 0}
         body |= {"return_token_ids": True}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        sent = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(sent, timeout=600) as answer:
             return [*ids, *json.load(answer)["choices"][0]["token_ids"]]
 
     with ThreadPoolExecutor(2) as pool:
@@ -166,7 +167,7 @@ def test_two_requests_at_once_by_the_command(tmp_path: Path) -> None:
     counted = counters(urllib.request.urlopen(f"{url}/metrics").read().decode())
     steps, accepted = (counted[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
     assert accepted > 0.3 * steps > 10
-    command.send_signal(signal.SIGINT)
+    command.terminate()
     assert command.wait(60) == 0 and not is_up(port)
     assert "stopped" in log.read_text() and "--speculative-config" in log.read_text()
 

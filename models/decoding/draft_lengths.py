@@ -1,0 +1,83 @@
+"""Draft lengths that pay: how far each request of a batch drafts, by expected gain and measured cost.
+
+A step of R requests with m drafts in all commits R tokens and the accepted drafts. It costs the time of a pass over
+R + m tokens, which the engine's own steps show. A draft is accepted if all drafts before it are, so the next best draft
+of a batch is the one with the largest product of rates along its chain. Adding drafts in this order, the m with the
+largest number of expected tokens per second is best. For the rates 0.9, 0.8 and 0.3 of two requests::
+
+    m                  0     1 (a: 0.9)   2 (a: 0.9, 0.8)   3 (b: 0.3)
+    expected tokens    2     2.9          2.9 + 0.72        3.62 + 0.3
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+KEPT = 32  # latest times of steps with one number of tokens
+PROBES = (1.0, 0.0, 0.5)
+"""Shares of the drafts with which the first steps are tried in turn, until there are times of ``PROBED`` steps."""
+PROBED = 24
+PAUSE = 32  # steps without drafts after drafting did not pay, before it is tried again
+SMOOTHING = 0.1  # weight of the latest step in the mean gain
+
+
+class DraftLengths:
+    """The choice of draft lengths, learnt from the engine's steps."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._recorded = 0
+        self._drafting: deque[float] = deque(maxlen=KEPT)
+        self._advantage = 0.0  # mean relative gain in tokens per second over steps without drafts
+        self._paused = 0
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """Count a step that read ``tokens`` tokens of all requests; no prompts among them."""
+        self._times.setdefault(tokens, deque(maxlen=KEPT)).append(seconds)
+        self._recorded += 1
+
+    def record_drafting(self, seconds: float) -> None:
+        """Count the time in which the drafters drafted in a step."""
+        self._drafting.append(seconds)
+
+    def seconds(self, tokens: Sequence[int]) -> list[float]:
+        """Return the expected times of steps with these numbers of tokens: medians, joined by lines. More tokens never
+        take less time."""
+        known = sorted(self._times)
+        times = np.maximum.accumulate([median(self._times[n]) for n in known])
+        slope = (times[-1] - times[0]) / max(1, known[-1] - known[0])
+        beyond = [max(0, n - known[-1]) * slope for n in tokens]
+        return [float(time) for time in np.interp(tokens, known, times) + np.array(beyond)]
+
+    def drafts_now(self) -> bool:
+        """Return False while drafting is paused because it did not pay."""
+        self._paused = max(0, self._paused - 1)
+        return self._paused == 0
+
+    def choose(self, rates: Sequence[Sequence[float]]) -> list[int]:
+        """Return the number of drafts of each request. ``rates`` are the probabilities of acceptance along its chain,
+        each given that the drafts before it are accepted."""
+        steps = sorted(
+            ((float(chance), row) for row, chain in enumerate(rates) for chance in np.cumprod(chain)), reverse=True
+        )
+        if self._recorded < PROBED:
+            count = round(PROBES[self._recorded % len(PROBES)] * len(steps))
+        else:
+            count = self._best(len(rates), [chance for chance, _ in steps])
+        rows = [row for _, row in steps[:count]]
+        return [rows.count(row) for row in range(len(rates))]
+
+    def _best(self, requests: int, chances: list[float]) -> int:
+        """Return the number of drafts with the most expected tokens per second; pause if drafting does not pay."""
+        expected = requests + np.cumsum([0.0, *chances])
+        times = np.array(self.seconds([requests + n for n in range(len(expected))]))
+        drafting = median(self._drafting) if self._drafting else 0.0
+        speeds = expected / (times + drafting)
+        best = int(speeds.argmax())
+        advantage = float(speeds[best] * times[0] / requests) - 1
+        self._advantage += SMOOTHING * (advantage - self._advantage)
+        if self._advantage < 0:
+            self._paused, self._advantage = PAUSE, 0.0
+        return best
