@@ -181,6 +181,8 @@ class Estimate:
         for name, phase in storing.items():
             if phase.corpus == "answers" and self.data.offline.folder:
                 continue  # read where they are
+            if self.data.states.is_used and not self.data.states.keep:
+                continue  # computed while training
             tokens = self.data.text.max_tokens if phase.corpus == "text" else self.answer_tokens
             # Final states are stored with the answers, so rows only add the states of early layers.
             states = len(self.head.spec.layers) + (phase.corpus == "text" or not with_answers)
