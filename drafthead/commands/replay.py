@@ -5,6 +5,7 @@ usage: drafthead replay head=DIR [key=value ...]
 drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench 'nodes=[6,16,64]' 'chain=[1,2,3]'
 drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl costs=false
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
+drafthead replay head=outputs/medusa_smollm2/head texts=outputs/corpora/smollm2 stored_states=true
 drafthead replay head=outputs/medusa_smollm2/head 'drafters=[prompt_lookup@6,head+prompt_lookup:4]'
 
 The base's answers are generated with sampler.temperature only. For other samplers, give answers with texts=FILE.
@@ -27,6 +28,7 @@ from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
 from drafthead.eval.trees.replay import own_row, row_of, rows_of
 from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
+from drafthead.eval.trees.stored_answers import stored_accept_probs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -36,6 +38,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_parts_and_head
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display
 
@@ -50,6 +53,9 @@ class ReplayConfig(SuiteConfig):
     texts: str | None = None
     """Answers to replay instead of generating them. Give a JSONL file that ``save`` wrote, or the folder of a corpus of
     answers (``outputs/corpora/NAME``). ``limit`` takes the first answers."""
+    stored_states: bool = False
+    """With the folder of a corpus as ``texts``, read the hidden states that a run stored for its answers, instead of
+    loading the base's layers. Draft lengths and trees are simulated for greedy answers, without costs."""
     save: str | None = None
     """JSONL file to which the base's answers are written."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -79,14 +85,24 @@ class ReplayConfig(SuiteConfig):
     def __post_init__(self) -> None:
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
+        if self.stored_states and (self.texts is None or self.drafters or self.save or not self._is_greedy):
+            other = "texts=FOLDER, and without drafters, save, and other than greedy settings"
+            raise ValueError(f"stored_states needs {other}; leave it out to load the base")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
             raise ValueError("sampler: replay generates answers with sampler.temperature only; else give texts=FILE")
         for spec in self.drafters:
             parse_drafter(spec)
 
+    @property
+    def _is_greedy(self) -> bool:
+        return self.draft_sampling == "top_k" and self.rule == "exact" and self.sampler.greedy
+
 
 @command("replay", ReplayConfig, __doc__)
 def main(config: ReplayConfig) -> None:
+    if config.stored_states:
+        replay_stored(config, Display())
+        return
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:
@@ -94,8 +110,8 @@ def main(config: ReplayConfig) -> None:
     display = Display()
     with display.stage(f"head {config.head}"):
         base, head, head_config = load_base_and_drafter(config.head, config.base)
-    if isinstance(head, DraftHead) and max(config.chain) > head.depth:
-        raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions; choose such lengths")
+    if isinstance(head, DraftHead):
+        check_lengths(head, config)
     if not texts:
         with display.stage(f"the base's answers: {config.suite}"):
             texts = base_answers(base, config, config.sampler.temperature)
@@ -113,9 +129,31 @@ def main(config: ReplayConfig) -> None:
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
             rows.append(row_of(spec, nodes, simulated))
-    if not config.costs:
-        rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
+    print_rows(rows, title, config, display)
+
+
+def replay_stored(config: ReplayConfig, display: Display) -> None:
+    """Print the acceptance of the head along the answers of a corpus, without the base's layers."""
+    with display.stage(f"head {config.head}"):
+        _, head = load_parts_and_head(config.head, config.base)
+    check_lengths(head, config)
+    with display.stage("drafts at every position of the answers with stored states"):
+        answers = stored_accept_probs(Path(config.texts or ""), head, config.limit)
+    if not answers:
+        raise UserError(f"no answer in {config.texts} has stored states and two tokens; store the states of more")
+    rows = rows_of(answers, None, config.chain, config.nodes, DraftSampling.TOP_K, config.seed)
+    print_rows(rows, f"simulated acceptance on {len(answers)} answers with stored states", config, display)
+
+
+def check_lengths(head: DraftHead, config: ReplayConfig) -> None:
+    if max(config.chain) > head.depth:
+        raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions; choose such lengths")
+
+
+def print_rows(rows: list[dict[str, Any]], title: str, config: ReplayConfig, display: Display) -> None:
+    if not config.costs or config.stored_states:
+        rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     display.console.print(ResultTable.of(title, rows).console())
     if config.plot:
         bars = [

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from stand_in_vllm import StandIn
 
-from drafthead.data.answers.store import AnswerStore
+from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.served_base import served_layers
 from drafthead.train.pipeline import run_pipeline
-from support import assert_same_run, composed, losses_of, refuses
+from support import assert_same_run, call, call_fails, composed, losses_of, refuses
 
 SETTINGS = (
     "recipe=eagle3_smollm2_vllm",
@@ -70,8 +71,8 @@ def test_killed_and_failing_every_answer_is_there_once(runs: Any, engine: StandI
     draw = random.Random(0)
     assert runs.command(tmp_path / "whole", "train", *at(engine), *folders(tmp_path / "whole")) == 0
     engine.server.fault = lambda number, body: draw.choice(["dropped", "503", None, None, None, None, None, None])
-    for moment, call in MOMENTS.items():
-        killed = [{"call": call, "do": "SIGKILL"}]
+    for moment, event in MOMENTS.items():
+        killed = [{"call": event, "do": "SIGKILL"}]
         code = runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path), at=killed)
         assert code == KILLED, f"{moment}: {runs.output(tmp_path)[-2000:]}"
     assert runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path)) == 0
@@ -94,3 +95,18 @@ def test_what_needs_layers_is_refused_before_any_request(engine: StandIn, tmp_pa
         settings = ("debug=tiny", f"data.states.url={engine.server.url}", *more.split())
         refuses(message, composed, tmp_path, *settings)
     assert len(engine.server.bodies) == asked
+
+
+def test_stored_states_replace_the_layers_of_the_base(medusa_run: Path, tmp_path: Path, capsys: Any) -> None:
+    head, corpora = f"head={medusa_run / 'run' / 'head'}", f"texts={medusa_run / 'corpora'}"
+
+    def lengths(*settings: str) -> list[float]:
+        capsys.readouterr()
+        call("replay", head, corpora, "chain=[1,2]", "nodes=[4]", *settings)
+        return [float(row.split("│")[3]) for row in capsys.readouterr().out.splitlines() if row.startswith("│")]
+
+    stored = lengths("stored_states=true")
+    assert len(stored) == 3 and stored == pytest.approx(lengths("costs=false"), abs=0.03)  # states are in float16
+    AnswerStore(tmp_path / "answers", {}).append_shard([Answer(0, np.arange(1, 9, dtype=np.int32), 3, finished=True)])
+    call_fails("has no hidden states of random-llama", "replay", head, f"texts={tmp_path}", "stored_states=true")
+    call_fails("stored_states needs texts=FOLDER", "replay", head, "stored_states=true")
