@@ -28,6 +28,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.step import DecodeResult
+from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import MOST_CONTEXT, Format, cpu_memory, dtype_name, unsupported_adapter
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
@@ -44,6 +45,7 @@ READS = {  # formats that each engine loads; the first that supports the head is
     "sglang": ("eagle3",),
 }
 PROPOSER = "proposer"  # drafthead's own code, instead of a format
+OWN_METHODS = ("ngram", "suffix")  # of vLLM, without a head
 PLAIN = "_plain"  # ends the name of an engine's method without the head
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")  # no CUDA graphs; one request at a time, like our loop
 Log = Callable[[str], None]
@@ -83,26 +85,29 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
                 published = folder / "served" / (PROPOSER if target is None else target.name)
                 shutil.rmtree(published, ignore_errors=True)
                 fitted = head if target is None else target.fitted(head)
-                if target is None:
-                    head.save_pretrained(published)
-                else:
+                if target is not None:
                     target.export(fitted, published, torch.float32)
+                own: EngineConfig = getattr(settings, name)
+                if target is None or own.compare:
+                    shutil.rmtree(saved := folder / "served" / PROPOSER, ignore_errors=True)
+                    head.save_pretrained(saved)
                 served.head = served.head or as_exported(fitted)
                 is_evaluated = served.head is head and config.draft_config(head) == served.chain_config
                 served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
                 method = PROPOSER if target is None else method_of(target, head)
                 start = EngineStart(stack, name, settings, base, published, method, served.drafts)
-                for plain in (False, True):
-                    if (server := start.server(plain)) is None:
+                for variant in ("", PLAIN, *(f":{spec}" for spec in start.own.compare)):
+                    if (server := start.server(variant)) is None:
                         continue
-                    log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
+                    how = {"": "with the head", PLAIN: "without the head"}.get(variant, f"drafting with {variant[1:]}")
+                    log(f"{server.name} answers {how} at {server.url}")
                     options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
                     fact = {"engine": server.name, "version": server.version(), "dtype": start.dtype}
                     fact |= {"format": published.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     answer = partial(server.answer, max_new_tokens=config.max_new_tokens)
-                    served.methods[name + PLAIN * plain] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
+                    served.methods[name + variant] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
             yield served
         except EngineError as error:
             hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""
@@ -174,6 +179,12 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
         raise UserError("start SGLang with the exported head yourself, and set engine.sglang.url=http://...")
     if "vllm" in formats and not settings.vllm.url:
         vllm_python(settings.vllm.python)
+    fits = "vllm" in formats and not settings.vllm.url
+    if (settings.vllm.compare and not fits) or settings.llamacpp.compare or settings.sglang.compare:
+        raise UserError("engine.vllm.compare needs engines=[vllm] without an address; other engines have no compare")
+    for spec in settings.vllm.compare:
+        if spec not in OWN_METHODS:
+            parse_drafter(spec)
     return drafter, formats
 
 
@@ -203,18 +214,22 @@ class EngineStart:
     drafts: int
 
     def __post_init__(self) -> None:
+        self.head = self.published.parent / PROPOSER  # the head itself, if drafthead's code drafts with it
         self.own: EngineConfig = getattr(self.settings, self.name)
         self._threads = self.settings.threads or torch.get_num_threads()
         self._context = min(self.base.max_context, MOST_CONTEXT)
         started = self.own.base_type if self.name == "llamacpp" else dtype_name(self.base)
         self.dtype = "" if self.own.url else started  # a running server does not tell it
 
-    def server(self, plain: bool) -> "EngineServer | None":
-        """Start the engine, or check the server at its address. None: only the other server has an address."""
+    def server(self, variant: str) -> "EngineServer | None":
+        """Start the engine, or check the server at its address. None: only the other server has an address.
+
+        ``variant`` is "" for the head, PLAIN for no drafts, and ``:SPEC`` for an entry of ``engine.vllm.compare``.
+        """
         from drafthead.eval.engines.clients import SERVERS  # loads the openai client, which takes half a second
 
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
-        drafts = 0 if plain else self.drafts
+        plain, drafts = variant == PLAIN, self.drafts_of(variant)
         if config.url or self.name == "sglang":
             if not (url := config.plain_url if plain else config.url):
                 return None
@@ -224,7 +239,7 @@ class EngineStart:
                 raise EngineError(f"no {kind.name} at {url}; start it, or correct engine.{self.name}.url")
             return server
         port = free_port()
-        python, arguments, variables = (self._vllm if self.name == "vllm" else self._llamacpp)(port, plain)
+        python, arguments, variables = (self._vllm if self.name == "vllm" else self._llamacpp)(port, variant)
         process = EngineProcess(kind.name, python, arguments, variables)
         self.stack.callback(process.close)
         server = kind(f"http://127.0.0.1:{port}", self.base.eos_ids, timeout, process, drafts)
@@ -232,7 +247,15 @@ class EngineStart:
         process.wait_until(server.is_ready, self.settings.start_timeout_s, "engine.start_timeout_s")
         return server
 
-    def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
+    def drafts_of(self, variant: str) -> int:
+        """Return the largest number of tokens that a variant drafts in a step."""
+        if variant == PLAIN:
+            return 0
+        spec = variant.partition(":")[2]
+        drafters = [] if not spec or spec in OWN_METHODS else parse_drafter(spec).walk()
+        return max([self.drafts, *(drafter.tokens for drafter in drafters)])
+
+    def _vllm(self, port: int, variant: str) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
         folder = self.base.config.folder()
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype_name(self.base), *VLLM_OPTIONS]
@@ -242,22 +265,26 @@ class EngineStart:
         else:
             arguments += cpu_memory(self.base)
         variables = vllm_variables(str(folder), self._threads)
-        if not plain and self.method == PROPOSER:
-            more, of_proposer = proposer_arguments(str(self.published.resolve()), self.drafts)
-            arguments, variables = arguments + more, variables | of_proposer
-        elif not plain:
+        spec = variant.partition(":")[2]
+        if spec in OWN_METHODS:
+            arguments += ["--speculative-config", json.dumps({"method": spec, "num_speculative_tokens": self.drafts})]
+        elif variant != PLAIN and (spec or self.method == PROPOSER):
+            more = {"drafter": spec} if spec else {}
+            added, of_proposer = proposer_arguments(str(self.head.resolve()), self.drafts_of(variant), **more)
+            arguments, variables = arguments + added, variables | of_proposer
+        elif variant != PLAIN:
             spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
             arguments += ["--speculative-config", json.dumps(spoken)]
         return vllm_python(self.own.python), arguments, variables
 
-    def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
+    def _llamacpp(self, port: int, variant: str) -> tuple[str, list[str], dict[str, str]]:
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
             assert isinstance(self.base, BaseModel)
             write_base(self.base, path, kind)
         settings = {"port": port, "base": str(path), "context": self._context, "threads": self._threads}
         settings |= {"drafts": self.drafts, "f32_cache": kind == "f32"}
-        if not plain:
+        if variant != PLAIN:
             settings |= {"head": str(self.published / FILE), "method": self.method}
         return self.own.python or sys.executable, ["llamacpp", json.dumps(settings)], {}
 

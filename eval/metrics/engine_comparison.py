@@ -50,8 +50,24 @@ def compare_engines(
                 "near_ties_with_ours": sum(one.near_tie for one in equalities[name]),
             },
         }
-        by_engine[name] = {**row, "failures": _failures(row, tolerance)}
+        others = {n.partition(":")[2]: n for n in runs if n.startswith(f"{name}:")}
+        compared = {spec: _other(runs[n], plain, equalities[n]) for spec, n in others.items()}
+        by_engine[name] = {**row, "compared": compared, "failures": _failures(row, tolerance)}
     return by_engine
+
+
+def _other(rows: steps.Rows, plain: "steps.Rows | None", texts: Sequence[Equality]) -> dict[str, Any]:
+    """Return the numbers of an entry of ``engine.vllm.compare``; ``texts`` compares it with our autoregressive ones."""
+    return {
+        "tokens_per_second": steps.tokens_per_second(rows),
+        "speedup": None if plain is None else steps.speedup(rows, plain),
+        "acceptance": _acceptance(rows),
+        "texts": {
+            "same": sum(one.same for one in texts),
+            "near_ties": sum(one.near_tie for one in texts),
+            "of": len(texts),
+        },
+    }
 
 
 def _acceptance(rows: steps.Rows) -> dict[str, Any]:
@@ -123,8 +139,19 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
             f"{shown[1]}; answers equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
             f"{texts['near_ties']}"
         )
+        lines += [_compared_line(spec, other) for spec, other in row.get("compared", {}).items()]
         lines += [f"   failed: {failure}" for failure in row["failures"]]
     return lines
+
+
+def _compared_line(spec: str, row: Mapping[str, Any]) -> str:
+    texts, counts, ratio = row["texts"], row["acceptance"], row["speedup"]
+    gain = "" if ratio is None else f"{ratio:.2f}x, "
+    return (
+        f"   {spec}: {gain}{row['tokens_per_second']:.1f} tokens/s, tau {counts['mean_accepted_length']:.2f} in "
+        f"{counts['steps']} steps that drafted; answers equal to our autoregressive ones: {texts['same']} of "
+        f"{texts['of']}, near-ties: {texts['near_ties']}"
+    )
 
 
 def engine_failures(evaluation: dict[str, Any]) -> list[str]:

@@ -138,6 +138,28 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
     return served_as_trained(base, engines, timed, equalities, config)["vllm"]
 
 
+def test_other_ways_to_draft_get_a_line(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
+    base = tiny_base()
+    config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
+    config.engine.vllm.url = fake_vllm(base, trained(base)).url
+    prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
+    with serve(base, trained(base), config, tmp_path, lambda line: None) as engines:
+        engines.methods["vllm:ngram"] = engines.methods["vllm"]
+        methods = {name: method.answer for name, method in engine_methods(base, engines, config).items()}
+        methods["autoregressive"] = one_by_one(lambda ids: decode(base, None, ids, max_new_tokens=NEW))
+        methods["speculative"] = one_by_one(lambda ids: decode(base, trained(base), ids, max_new_tokens=NEW))
+        built = lambda prompt, answers: base.prompt_ids(prompt.messages)  # noqa: E731
+        timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
+    equalities = {name: [Equality(same=True)] * len(PROMPTS) for name in methods}
+    rows = served_as_trained(base, engines, timed, equalities, config)
+    other = rows["vllm"]["compared"]["ngram"]
+    assert other["acceptance"] == rows["vllm"]["acceptance"]["engine"] and other["texts"]["same"] == len(PROMPTS)
+    lines = engine_lines({"engines": rows, "suite": "smoke", "failed": []})
+    assert lines[2].startswith("   ngram: ") and f"tau {other['acceptance']['mean_accepted_length']:.2f}" in lines[2]
+    config.engine.vllm.compare = ["ngram"]
+    refuses("compare needs engines=.vllm. without an address", evaluate, base, trained(base), config, tmp_path, Said())
+
+
 FAULTS: dict[str, Callable[[Eagle3Head], None]] = {
     "layers off by one": lambda head: setattr(head, "spec", type(head.spec)(layers=(0, 1))),
     "offsets for ids": lambda head: head.d2t.sub_(torch.arange(len(head.d2t))),
