@@ -133,8 +133,9 @@ class EngineRows:
             if not np.array_equal(read.text[: len(known)], known):
                 self.drop([read.request])
             elif (chain := self._proposed.pop(read.request, None)) is not None and read.verified:
-                likelihoods = chain.likelihoods[: read.verified]
-                self._tables[chain.drafter].count(likelihoods, len(read.text) - len(known) - 1)
+                accepted = len(read.text) - len(known) - 1
+                if 0 <= accepted <= read.verified:  # no step was left out
+                    self._tables[chain.drafter].count(chain.likelihoods[: read.verified], accepted)
         new = [read.request for read in reads if read.request not in self._texts]
         if new:
             self._texts.update((request, NO_TEXT) for request in new)
