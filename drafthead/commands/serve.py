@@ -32,8 +32,8 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.formats.format import vllm_options
-from drafthead.models.heads.parts.head_folder import resolve_folder
-from drafthead.models.heads.parts.loading import load_parts_and_head
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.heads.parts.loading import config_class, load_parts_and_head
 from drafthead.settings.compose import run_recipe
 from drafthead.settings.schema import Positive, settings
 from drafthead.system.display import Display
@@ -64,6 +64,8 @@ class ServeConfig:
     """Largest number of requests that vLLM answers at once (``--max-num-seqs``)."""
     port: Annotated[int, Field(ge=1, le=65535)] = PORT
     """Port of the server on this machine."""
+    arguments: list[str] = field(default_factory=list)
+    """More arguments for vLLM. For example ``[--gpu-memory-utilization, "0.8"]``."""
     python: str = ""
     """Python interpreter of vLLM's environment. Empty: the environment of ``drafthead engines install=vllm``."""
 
@@ -72,6 +74,12 @@ class ServeConfig:
 def serve_head(config: ServeConfig) -> None:
     display = Display()
     folder = resolve_folder(config.head)
+    head_type = str(read_head_config(folder)["head_type"])
+    if config_class(head_type).needs_layers:
+        what = (
+            f"a head of the type {head_type} runs layers of the base, which drafthead's code inside vLLM does not have"
+        )
+        raise UserError(f"{what}; `drafthead generate` decodes with it")
     with display.stage(f"head {config.head}"):
         parts, head = load_parts_and_head(folder, config.base)
     if not parts.config.has_whole_tensors:
@@ -86,7 +94,7 @@ def serve_head(config: ServeConfig) -> None:
     arguments += ["--max-num-seqs", str(config.requests)]
     if head.open(1).reads_all_states:
         arguments += ["--no-enable-prefix-caching"]  # the head would not see the cached part of a prompt
-    options = [*vllm_options(parts), *arguments]
+    options = [*vllm_options(parts), *arguments, *config.arguments]
     server = LocalVllm(str(parts.config.folder()), options, variables, config.port, config.python)
     serve_vllm(server, display, f"{parts.name} with {config.drafter}, up to {drafts} drafts: {server.url}/v1")
 

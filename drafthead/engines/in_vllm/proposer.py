@@ -158,7 +158,7 @@ class Proposer:
         if not embedding.dtype == lm_head.dtype == norm.dtype or not embedding.dtype.is_floating_point:
             raise UserError("drafthead's proposer needs an embedding and an output head that are not quantised")
         model = self._config.model_config
-        config = BaseConfig(name=model.model, revision=model.revision)
+        config = BaseConfig(name=model.model, revision=model.revision, graphs="never")  # batches change in size
         return BaseParts.of_tensors(config, embedding=embedding.detach(), lm_head=lm_head.detach(), norm=norm.detach())
 
     def _read_layers(self, layers: Sequence[int]) -> None:
