@@ -136,6 +136,16 @@ def test_planted_faults_are_named(tiny_base: TinyBase, tmp_path: Path, fault: st
     refuses(message, states_of, corpora(base, tmp_path, folder))
 
 
+def test_states_that_change_after_the_first_run_are_compared_again(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    folder = write(tmp_path / "given", base)
+    corpora(base, tmp_path, folder).answers()
+    for number, ids in enumerate(greedy_texts(base)):
+        states = {"token_ids": torch.tensor(ids), "hidden_states": -stored_layers(base, ids, LAYERS)}
+        save_file(states, file_of(folder, number))
+    refuses("of another base or layer", states_of, corpora(base, tmp_path, folder))
+
+
 def test_layers_off_by_one_and_another_base_are_noticed(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     folder = write(tmp_path / "given", base)
