@@ -308,10 +308,9 @@ def _check_served(run: RunConfig) -> None:
         )
     if run.init_from is not None:
         raise UserError(f"init_from measures the head with the base, whose layers a server has; {remedy}")
-    if run.data.text.stream:
-        raise UserError("data.text.stream=true computes hidden states while training; set it to false with data.states")
     for phase in run.phases.values():
-        phase.store_hidden_states = True
+        if phase.corpus != "text" or not run.data.text.stream:
+            phase.store_hidden_states = True
 
 
 def _check_stream(run: RunConfig) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.system.devices import unchanged_rng
@@ -72,6 +73,14 @@ class OriginalBase:
         for answer in answers:
             ids = torch.tensor(answer.ids[:-1], device=base.device)
             yield answer, base.forward(ids[None], base.new_cache(len(ids))).final[0]
+
+    def read_rows(self, batch: TrainBatch, spec: HiddenStatesSpec) -> Tensor | None:
+        """Return the states [B, T, D (1 + L)] at the rows of ``batch``, in host memory, if another process computes
+        them. None: the base computes them in the step."""
+        return None
+
+    def start(self) -> None:
+        """Start what runs the base for this run, if it is another process; on one process of the run."""
 
     def close(self) -> None:
         """Stop what runs the base for this run, if it is another process."""

@@ -65,6 +65,15 @@ def test_a_run_from_a_server_equals_a_run_with_the_base(engine: StandIn, tmp_pat
     assert not [*engine.folder.rglob("*.safetensors")]
 
 
+def test_text_that_is_streamed(engine: StandIn, tmp_path: Path) -> None:
+    streamed = ("data.text.stream=true", "phases.pretrain.store_hidden_states=false")
+    run_pipeline(*composed(tmp_path / "own", *SETTINGS, TRAINED, *streamed))
+    run_pipeline(*composed(tmp_path / "served", *at(engine), *streamed))
+    expected = losses_of(tmp_path / "own" / "run")
+    assert losses_of(tmp_path / "served" / "run")[:3] == pytest.approx(expected[:3], rel=1e-5)
+    assert losses_of(tmp_path / "served" / "run") == pytest.approx(expected, rel=2e-3)
+
+
 @pytest.mark.slow
 def test_killed_and_failing_every_answer_is_there_once(runs: Any, engine: StandIn, tmp_path: Path) -> None:
     """The server drops some requests at random; the run is killed at delicate moments, and then is what it would be."""

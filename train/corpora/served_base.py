@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drafthead.data.answers.server import Server, as_completed, check_server
 from drafthead.data.answers.store import Answer
+from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
 from drafthead.data.states.engine_file import BadStatesError, move_engine_file, read_engine_file, remove_engine_file
 from drafthead.engines.server import LocalVllm
 from drafthead.errors import UserError
@@ -29,6 +30,7 @@ from drafthead.train.corpora.corpus_config import StatesConfig
 from drafthead.train.corpora.states_server import states_server
 from drafthead.train.original_base import OriginalBase
 
+CHECKED = 4  # documents whose states are compared with the server's answers
 SAME_TOKENS = 0.98  # least share of positions at which states and server have the same likeliest token
 LOCK_S = 120.0  # longest wait for the file of an answered request
 Text = tuple[int, list[int]]  # the number of a document, for messages, and its token ids
@@ -57,6 +59,7 @@ class ServedBase(OriginalBase):
         self.config, self.folder, self.display, self._read_layers = config, folder, display, read_layers
         self._server: LocalVllm | None = None
         self._model: str | None = None  # the base's name on the server
+        self._is_checked = False
 
     def _refuse(self) -> BaseModel:
         raise UserError(
@@ -161,10 +164,38 @@ class ServedBase(OriginalBase):
         final: Tensor = parts.final_norm(states[:, -1].to(parts.device, parts.dtype))
         return final.to(states.dtype).cpu()
 
+    def chosen(self, states: Tensor, layers: Sequence[int], with_final: bool = True) -> Tensor:
+        """Return [T, D (1 + L)] of the states [T, n, D] of all layers in a file: the final state, then ``layers``."""
+        kept = [states[:, self.layers.index(layer)] for layer in layers]
+        return torch.cat([*([self.final(states)] if with_final else []), *kept], -1)
+
+    def read_rows(self, batch: TrainBatch, spec: HiddenStatesSpec) -> Tensor:
+        """Ask for the states of every document in the rows, which it has from its first token in the row on."""
+        texts, starts, width = list[Text](), list[tuple[int, int]](), self.parts.hidden_size * (1 + len(spec.layers))
+        for row, documents in enumerate(batch.document_ids):
+            numbers, counts = torch.unique_consecutive(documents, return_counts=True)
+            ends = counts.cumsum(0)
+            for number, start, end in zip(numbers.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+                if number != NO_DOCUMENT:
+                    texts.append((len(texts), batch.input_ids[row, start:end].tolist()))
+                    starts.append((row, start))
+        self.check_once(texts)
+        values = torch.zeros(*batch.input_ids.shape, width)
+        for number, states, _ in self.ask(texts):
+            row, start = starts[number]
+            values[row, start : start + len(states)] = self.chosen(states, spec.layers)
+        return values
+
     def read_answers(self, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Tensor]]:
         given = list(answers)
         for number, states, _ in self.ask([(n, answer.ids[:-1]) for n, answer in enumerate(given)]):
             yield given[number], self.final(states)
+
+    def check_once(self, texts: Sequence[Text]) -> None:
+        """Check some of the first texts that are asked for without being stored."""
+        if not self._is_checked:
+            self.check(texts[:CHECKED])
+            self._is_checked = True
 
     @torch.no_grad()
     def check(self, texts: Sequence[Text]) -> None:

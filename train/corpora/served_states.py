@@ -4,7 +4,7 @@ Shape legend: T tokens, n layers, L layers that the head reads, D width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor
 from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.documents import Documents
-from drafthead.train.corpora.served_base import ServedBase, Text
+from drafthead.train.corpora.served_base import CHECKED, ServedBase, Text
 from drafthead.train.corpora.states import StatesOfDocuments
-
-CHECKED = 4  # documents whose states are compared with the server's answers
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +32,7 @@ class ReadStates:
 
     def chosen(self, states: Tensor) -> Tensor:
         """Return [T, D (1 + L)] of the states [T, n, D] of all layers in a file."""
-        kept = [states[:, self.base.layers.index(layer)] for layer in self.spec.layers]
-        return torch.cat([*([self.base.final(states)] if self.with_final else []), *kept], -1)
+        return self.base.chosen(states, self.spec.layers, self.with_final)
 
 
 @dataclass(eq=False)
@@ -78,7 +75,6 @@ class PassingStates:
 
     read_states: ReadStates
     group: ProcessGroup
-    _is_checked: bool = field(default=False, init=False)
 
     @property
     def ahead(self) -> int:
@@ -91,8 +87,6 @@ class PassingStates:
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:
         read, texts = self.read_states, [self.read_states.text(number) for number in documents]
-        if not self._is_checked:
-            read.base.check(texts[:CHECKED])
-            self._is_checked = True
+        read.base.check_once(texts)
         states = {number: read.chosen(states) for number, states, _ in read.base.ask(texts)}
         return [states[number] for number in documents]

@@ -79,7 +79,8 @@ class PhaseData:
         """Return the rows ``numbers`` and their hidden states from disk, in host memory; None without ``states``."""
         batch = self.rows.batch(numbers)
         if self.states is None or isinstance(self.rows, StreamedRows):
-            return batch, None
+            states = self.base.read_rows(batch, self.spec)
+            return batch, None if states is None else pinned(states, self.base.parts.device)
         pieces = [(b, piece) for b, number in enumerate(numbers) for piece in self.rows.row(number)]
         stored = self.states.read([piece.document for _, piece in pieces])
         values = stored[0].new_zeros(*batch.input_ids.shape, stored[0].shape[-1])
@@ -131,6 +132,9 @@ def open_phase(
     that are not on disk are computed and stored now, for the first ``num_rows`` rows of the training order (None: for
     all rows)."""
     if phase.corpus == "text" and corpora.config.text.stream:
+        if corpora.group.rank == 0:
+            corpora.base.start()
+        corpora.group.wait()
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec)
     if phase.corpus == "text":
         rows = corpora.text_rows(phase.seq_len)

@@ -100,7 +100,8 @@ class Trainer:
         with unchanged_rng():
             data = open_phase_of(self.run, name, self.corpora, self.head.spec, self.state.processes)
             spec, stored = self.head.spec, phase.store_hidden_states
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, stored)
+            keeps = stored or self.run.data.states.is_used
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, keeps)
         if stored and not isinstance(self.head.base, BaseModel):
             self.corpora.base.drop_layers()
         if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
