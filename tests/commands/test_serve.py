@@ -26,7 +26,7 @@ def test_the_line_has_what_the_head_and_this_machine_need(
     for name, config in {"medusa": MedusaConfig(), "hydra_pp": HydraConfig(prefix_layer=True)}.items():
         head = config.build(base)
         head.save_pretrained(tmp_path / name)
-        settings = [f"head={tmp_path / name}", "drafter=head+prompt_lookup:8:2", "arguments=[--seed,\"3\"]", absent]
+        settings = [f"head={tmp_path / name}", "drafter=head+prompt_lookup:8:2", 'arguments=[--seed,"3"]', absent]
         call_fails("there is no /no/python; install vLLM", "serve", *settings)
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "the command:" in line]
         words = shlex.split(line.partition("the command:")[2])
