@@ -127,7 +127,7 @@ class EngineRows:
     @torch.inference_mode()
     def feed(self, reads: Sequence[Read]) -> None:
         """Add what the base has read in a step. A text that does not continue the request's known text starts the
-        request again; tokens that are known already (a recomputed prompt) are ignored."""
+        request again, such as the first part of a prompt that is read again after a preemption."""
         for read in reads:
             known = self._texts.get(read.request, NO_TEXT)
             if not np.array_equal(read.text[: len(known)], known):

@@ -133,7 +133,7 @@ def test_states_that_were_never_computed(tiny_base: TinyBase, kind: str) -> None
     assert rows.draft({"a": text.ids[37]}) == {"a": text.drafts(head, first)}
 
 
-def test_a_recomputed_prompt_changes_nothing_and_another_text_starts_again(tiny_base: TinyBase) -> None:
+def test_a_recomputed_prompt_and_another_text_start_again(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = noisy_head(HEADS["eagle3"], base, 0.1)
     rows, text = EngineRows([head], 3), Text(base, head, random_ids(60))
