@@ -110,7 +110,13 @@ def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
     """Return the decoder without its first ``skipped`` layers, whose output it reads as ``inputs_embeds``. The layers
     keep their ``layer_idx``, so they write into the model's own cache."""
     layers = list(model.model.layers)
-    decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
+    return without_embedding(
+        decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
+    )
+
+
+def without_embedding(decoder: Any) -> Any:
+    """Change ``decoder`` to read the output of a layer as ``inputs_embeds``."""
     # The input has passed the embedding already, so what the decoder adds to an embedding is switched off.
     if hasattr(decoder, "embedding_multiplier"):  # Granite scales its input
         decoder.embedding_multiplier = 1.0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import (
@@ -28,6 +28,7 @@ from drafthead.models.base.base_config import (
     meta_model,
 )
 from drafthead.models.base.base_model import BaseModel, PartialForward
+from drafthead.models.base.outer_layers import first_layers_output, last_layers_output
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.decoding.corpus import SEED_STRIDE, generate_answers
@@ -38,7 +39,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.corpora.built_in import user_opening
-from support import TINY, TinyBase, cases, refuses, row_of, small_base
+from support import TINY, TinyBase, cases, random_ids, refuses, row_of, small_base
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -366,6 +367,25 @@ def test_parts_made_in_three_ways_are_those_of_the_model(
             each.rotary.state_dict(keep_vars=True) | dict(each.rotary.named_buffers()) for each in (other, base)
         ]
         torch.testing.assert_close(*rotations, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["untied", "gemma3", "qwen3_moe", "cohere"])
+def test_outer_layers_compute_what_the_whole_model_does(
+    name: str, tmp_path: Path, script: Script, count_bytes: type[CountingFile]
+) -> None:
+    """Windows, experts and scaled embeddings; the weights of other layers are not read."""
+    config = save(name, tmp_path, script, "50KB")
+    base, parts, ids = BaseModel.load(config, "cpu"), BaseParts.of_checkpoint(config, "cpu"), random_ids(40)
+    last = base.num_layers
+    states = base.hidden_states(TrainBatch.of([ids]), HiddenStatesSpec(layers=(1, last - 1, last))).layers
+    assert states is not None
+    first, before, final = states[0].chunk(3, -1)
+    torch.testing.assert_close(first_layers_output(config, 1, [ids], parts.device)[0], first, rtol=1e-3, atol=1e-4)
+    count_bytes.total = 0
+    torch.testing.assert_close(last_layers_output(parts, last - 1, [before])[0], final, rtol=1e-3, atol=1e-4)
+    count = count_bytes.total
+    layer = load_weights(config, torch.device("cpu"))[0].model.layers[-1]
+    assert count == sum(each.nbytes for each in layer.parameters())
 
 
 def test_parts_tell_a_fine_tune_from_its_original(tmp_path: Path, script: Script) -> None:

@@ -153,7 +153,13 @@ def test_layers_off_by_one_and_another_base_are_noticed(tiny_base: TinyBase, tmp
         save_file(
             {"token_ids": torch.tensor(ids), "hidden_states": stored_layers(base, ids, [0, 3])}, file_of(folder, number)
         )
-    refuses("layer 1 in .* is not that of .* error is", states_of, corpora(base, tmp_path, folder))
+    refuses("layer 1 in .* is not the base's .* error is", states_of, corpora(base, tmp_path, folder))
+    for number, ids in enumerate(greedy_texts(base)):
+        states = {"token_ids": torch.tensor(ids), "hidden_states": stored_layers(base, ids, [2, 3])}
+        states["hidden_states"][:, 0] = stored_layers(base, ids, [1])[:, 0]
+        states["hidden_states"][:, 1] *= 1.1  # keeps the likeliest token
+        save_file(states, file_of(folder, number))
+    refuses("layer 3 in .* is not the base's after layer 1", states_of, corpora(base, tmp_path, folder))
     refuses("of another base or layer", states_of, corpora(tiny_base(seed=1), tmp_path / "other", folder))
 
 
