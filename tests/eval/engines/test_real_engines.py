@@ -195,7 +195,7 @@ def test_every_planted_fault_is_noticed(tmp_path: Path, script: Callable[[str], 
 
 
 ANSWERS, CORPUS_TOKENS = 24, 24
-START_S = 300
+START_S = 900
 
 
 def wait_until(found: Callable[[], bool], process: "subprocess.Popen[bytes]", timeout_s: float = START_S) -> None:
