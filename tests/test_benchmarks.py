@@ -33,6 +33,7 @@ Load = Callable[[str], ModuleType]
     ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "phase 'joint'"),
     ("training_quality", ["nowhere.yaml"], "nowhere.yaml is not a readable YAML file"),
     ("training_quality", ["benchmarks/studies/eagle3.yaml", "--rows", "vlm"], "--rows .*, got vlm"),
+    ("quantised", ["--targets", "q8_0,int3"], "--targets .*, got int3"),
     ("heads", ["--heads", "medsua"], "--heads .*, got medsua"),
     ("heads", ["--stage", "table", "--json", "nowhere.json"], "nowhere.json has no trained head yet"),
 )
@@ -234,3 +235,19 @@ def test_a_decoding_step_has_shares(script: Load) -> None:
     result = script("gpu_checklist").passes(["recipe=medusa_smollm2", "debug=tiny"], 100)
     assert 0 < result["draft_share"] < 1 and 0 < result["loop_share"] < 1
     assert result["bandwidth_share"] is None and result["costs"]["context"] == 100
+
+
+def test_the_table_of_quantised_targets(script: Load) -> None:
+    """Tau is tokens per step over all answers, and the ratio is that of the target's own head to the other."""
+    quantised = script("quantised")
+    kinds = {kind: [[30, 20.0], [10, 5.0]] for kind in ("chain", "tree")}
+    worse = {kind: [[30, 30.0], [10, 10.0]] for kind in kinds}
+    of = {quantised.OF_TARGET: {"mt_bench": kinds}, quantised.OF_FLOAT32: {"mt_bench": worse}}
+    runs = [
+        {"target": "float32", "judged": {quantised.OF_TARGET: {"mt_bench": kinds}}},
+        {"target": "q4_0", "judged": of},
+    ]
+    first, second = quantised.lines({"runs": runs}, "chain")
+    assert first["tau, trained on the target"] == "1.600" and first["tau, trained on float32"] == ""
+    assert second["tau, trained on float32"] == "1.000"
+    assert str(second["target / float32 (95 %)"]).startswith("1.600 (1.500-2.000)")
