@@ -84,6 +84,8 @@ def random_rows(phase: PhaseConfig, vocabulary: int) -> PackedRows:
 class RandomStates(StoredStates):
     """Random hidden states on disk, for ``documents`` that the head reads."""
 
+    ahead = 1
+
     def __init__(self, folder: Path, documents: Documents, head: DraftHead) -> None:
         width = head.base.hidden_size * (1 + len(head.spec.layers))
         dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"

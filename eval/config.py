@@ -42,9 +42,9 @@ class EngineConfig:
     """Draft by drafthead's own code inside the engine, without an export; only for vLLM. With null, only if vLLM loads
     no format of the head."""
     compare: list[str] = field(default_factory=list)
-    """More ways to draft in vLLM, each measured in a server of its own: vLLM's own ``ngram`` and ``suffix``, with its
-    defaults, or drafters that are joined by ``+`` and drafted by drafthead's code, such as ``head+prompt_lookup:8:2``.
-    Only for servers that the evaluation starts."""
+    """More ways to draft in vLLM, each measured in a server of its own. Give vLLM's own ``ngram`` and ``suffix``, with
+    its defaults, or drafters that are joined by ``+`` and drafted by drafthead's code, such as
+    ``head+prompt_lookup:8:2``. Only for servers that the evaluation starts."""
     base_type: str = "f32"
     """Weight type of the base's GGUF file, for llama.cpp: f32, f16, bf16, q8_0, q4_0 or q4_1. Answers equal ours only
     with f32."""

@@ -54,8 +54,8 @@ class ReplayConfig(SuiteConfig):
     """Answers to replay instead of generating them. Give a JSONL file that ``save`` wrote, or the folder of a corpus of
     answers (``outputs/corpora/NAME``). ``limit`` takes the first answers."""
     stored_states: bool = False
-    """With the folder of a corpus as ``texts``, read the hidden states that a run stored for its answers, instead of
-    loading the base's layers. Draft lengths and trees are simulated for greedy answers, without costs."""
+    """Read the hidden states that a run stored for the corpus ``texts``, and load none of the base's layers. Draft
+    lengths and trees are simulated for greedy answers, without costs."""
     save: str | None = None
     """JSONL file to which the base's answers are written."""
     sampler: Sampler = field(default_factory=Sampler)

@@ -393,7 +393,7 @@ def _stored(
     verbosity = transformers_logging.get_verbosity()
     try:
         settings = config.stored_config(folder)  # before the tokenizer, whose errors are less clear
-        if layers:
+        if layers is None:  # some layers are enough for other purposes than decoding
             check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
@@ -406,9 +406,8 @@ def _stored(
         if layers is not None:
             options["config"] = of_first_layers(inner, layers)
         files = weight_files(folder, config.revision, config.gguf_file)
-        if (
-            loader is not AutoModelForCausalLM or layers is not None
-        ):  # it reports the weights of other parts as not loaded
+        # It reports the weights of other parts as not loaded.
+        if loader is not AutoModelForCausalLM or layers is not None:
             transformers_logging.set_verbosity_error()
         with own_attention_code(settings.model_type), size_limit(config.name, files):
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}

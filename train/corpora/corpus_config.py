@@ -149,8 +149,8 @@ class OfflineConfig:
     the base."""
 
     folder: str | None = None
-    """Output of `speculators prepare-data`, with the states of `speculators generate-offline-data` in its folder
-    ``hidden_states``. Phases on answers train on its texts, where the loss mask says so, from these states."""
+    """Output of `speculators prepare-data`, whose folder ``hidden_states`` `generate-offline-data` has filled. Phases
+    on answers train on its texts, where the loss mask says so, from these states."""
     layers: list[NonNegative] | None = None
     """Layers in the files, in their order; 0 is the embedding. The last one is the base's last. With null, 2, L // 2,
     L - 3 and L of L layers, as speculators takes them."""
