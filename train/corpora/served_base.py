@@ -188,6 +188,7 @@ class ServedBase(OriginalBase):
 
     def read_answers(self, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Tensor]]:
         given = list(answers)
+        self.start()  # only the first process compares answers
         for number, states, _ in self.ask([(n, answer.ids[:-1]) for n, answer in enumerate(given)]):
             yield given[number], self.final(states)
 

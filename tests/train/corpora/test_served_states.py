@@ -203,6 +203,36 @@ def test_precomputed_answers_are_compared_through_the_server(
     assert len(copied().answers().done) == len(source.answers().done)
 
 
+class Started:
+    """A stand-in for the server's process."""
+
+    command, running = "vllm", False
+
+    def start(self) -> None:
+        assert not self.running
+        self.running = True
+
+    def close(self) -> None:
+        self.running = False
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_run_starts_its_server_once_and_stops_it_when_all_is_stored(
+    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precomputed: bool
+) -> None:
+    server = Started()
+    monkeypatch.setattr(served_base, "states_server", lambda *arguments: server)
+    corpora(engine.base, tmp_path / "source").answers()
+    made = corpora(engine.base, tmp_path, engine.server.url, serve=True)
+    engine.server.fault = lambda number, body: None if server.running else "400"
+    if precomputed:
+        made.config.answers.precomputed, made.config.answers.fresh = str(tmp_path / "source" / "answers"), False
+    assert answer_states(made) and server.running
+    made.base.drop_layers()
+    assert not server.running and answer_states(made)
+    assert not server.running, "everything is stored"
+
+
 # States that are not stored -------------------------------------------------------------------------------------------
 
 
