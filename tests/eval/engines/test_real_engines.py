@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +21,15 @@ import torch
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.states.source import StatesSource
+from drafthead.data.states.stored import StoredStates
 from drafthead.data.text.documents import Documents
 from drafthead.engines.environment import environment
 from drafthead.engines.server import counters
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import free_port
 from drafthead.eval.evaluate import evaluate
+from drafthead.files.local import read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -262,25 +265,17 @@ def test_killed_with_its_server_every_prompt_is_answered_once_with_its_states(tm
     again = [decode(base(), None, ids, max_new_tokens=CORPUS_TOKENS).tokens for ids in prompts]
     same = [answer.ids[answer.boundary :] == tokens for answer, tokens in zip(corpus, again, strict=True)]
     assert sum(same) >= len(corpus) - 2, "but for near-ties, vLLM's greedy answers are the base's"
-    stored, spec = [*(folder.parent / "states").glob("answers-*")], HiddenStatesSpec(layers=(0, 15, 27))
-    assert len(stored) == 1
-    data = DataConfig(folder=str(folder.parent), states=StatesConfig(url=f"http://127.0.0.1:{port}"))
-    compare_states(Corpora(served(data), data, 0, Said()), "answers", [answer.input_ids for answer in corpus], spec)
+    (path,) = (folder.parent / "states").glob("answers-*")
+    manifest = read_manifest(path)
+    sizes, lengths = manifest.pop("store"), np.array([len(answer.input_ids) for answer in corpus])
+    compare_states(StoredStates(path, lengths, sizes["width"], sizes["dtype"], manifest), [a.ids for a in corpus])
 
 
-def served(data: DataConfig) -> ServedBase:
-    parts = load_parts("embedded:smollm2")
-    return ServedBase(lambda: parts, data.states, data.served_folder, lambda count: (0, 15, 27), Said())
-
-
-def compare_states(
-    corpora: Corpora, corpus: Literal["text", "answers"], texts: Sequence[Any], spec: HiddenStatesSpec
-) -> None:
+def compare_states(states: StoredStates | StatesSource, texts: Sequence[list[int]]) -> None:
     """Compare states with the base's but at the last token, which an answer's states lack. They are in float16."""
-    states = corpora.states(corpus, Documents.of([np.array(ids, np.int32) for ids in texts]), spec)
-    states.prepare(range(len(texts)))
+    spec = HiddenStatesSpec(layers=LAYERS)
     for ids, stored in zip(texts, states.read(range(len(texts))), strict=True):
-        own = base().hidden_states(TrainBatch.of([list(map(int, ids))]), spec)
+        own = base().hidden_states(TrainBatch.of([ids]), spec)
         assert own.layers is not None
         for actual, expected in zip(stored.float().chunk(4, -1), [own.final, *own.layers.chunk(3, -1)], strict=True):
             assert (actual - expected[0])[:-1].abs().max() < 1e-3 * expected.abs().max()
@@ -294,8 +289,11 @@ def test_vllm_computes_the_states_of_the_base_and_ends_with_its_command(tmp_path
     port, folder = free_port(), tmp_path / "corpora"
     data = DataConfig(folder=str(folder), states=StatesConfig(url=f"http://127.0.0.1:{port}"))
     with serving(port, "recipe=eagle3_smollm2_vllm", f"data.folder={folder}"):
-        spec = HiddenStatesSpec(layers=(0, 15, 27))
-        compare_states(Corpora(served(data), data, 0, Said()), "text", answers(), spec)
+        parts, documents = load_parts("embedded:smollm2"), Documents.of([np.array(ids, np.int32) for ids in answers()])
+        served = ServedBase(lambda: parts, data.states, data.served_folder, lambda count: LAYERS, Said())
+        states = Corpora(served, data, 0, Said()).states("text", documents, HiddenStatesSpec(layers=LAYERS))
+        states.prepare(range(len(documents)))
+        compare_states(states, answers())
         assert not [*(folder / "served").iterdir()]
     deadline = time.monotonic() + 30
     while is_up(port):
