@@ -45,6 +45,7 @@ from support import Said, fitted, p_value_of_answers, probs_of_answers, rows_of
 
 pytestmark = pytest.mark.engines
 NEW, SAMPLES = 40, 300
+LAYERS = (0, 15, 27)  # that recipe=eagle3_smollm2_vllm reads
 PROMPTS = ["Why is the sky blue?", "Name three rivers in Africa.", "Write a short poem about snow.", "What is 12 + 30?"]
 
 
