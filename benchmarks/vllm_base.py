@@ -44,11 +44,11 @@ LAYERS = (0, 15, 27)  # that the EAGLE-3 head reads
 CONCURRENCY = 8
 
 
-def losses(steps: int, folder: Path) -> dict[str, list[dict[str, float]]]:
+def losses(heads: Sequence[str], steps: int, folder: Path) -> dict[str, list[dict[str, float]]]:
     """Return by head a row per step: its loss from our states and from vLLM's."""
     result = {}
-    for head, recipe in HEADS.items():
-        by_source = []
+    for head in heads:
+        recipe, by_source = HEADS[head], []
         for source, more in (("ours", []), ("vllm", [f"data.states.url=http://127.0.0.1:{free_port()}"])):
             out = folder / f"{recipe}-{source}"
             settings = [f"recipe={recipe}", "~phases.pretrain", f"phases.distill.steps={steps}", "log_every=1"]
@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts, print tables and write the record."""
     options = parser(__doc__)
     options.add_argument("--part", default="losses,answers")
+    options.add_argument("--heads", default=",".join(HEADS))
     options.add_argument("--steps", type=int, default=50)
     options.add_argument("--prompts", type=int, default=16)
     options.add_argument("--tokens", type=int, default=64)
@@ -131,11 +132,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--out", type=Path, help="folder of the runs, from which an interrupted one resumes")
     arguments = options.parse_args(argv)
     at_least(arguments, 1, "steps", "prompts", "tokens", "rounds")
+    heads = listed("heads", arguments.heads, [*HEADS])
     parts, results = listed("part", arguments.part, ["losses", "answers"]), dict[str, Any]()
     with TemporaryDirectory() as temporary:
         folder = arguments.out or Path(temporary)
         if "losses" in parts:
-            results["losses"] = found = losses(arguments.steps, folder)
+            results["losses"] = found = losses(heads, arguments.steps, folder)
             rows = []
             for head, steps in found.items():
                 off = [abs(row["vllm"] / row["ours"] - 1) for row in steps]
