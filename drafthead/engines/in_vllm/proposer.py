@@ -55,7 +55,7 @@ class ProposerConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """What the runner has computed in a step, for the requests of its batch in their order."""
+    """Results of a step of the runner, for the requests of its batch in their order."""
 
     scheduler_output: Any
     hidden_states: Tensor  # [T, D] after the final norm, of all requests
@@ -131,7 +131,7 @@ class Proposer:
             self._lengths.record(sum(scheduled.values()), perf_counter() - ended)
 
     def _forget(self, batch: Sequence[str]) -> None:
-        """Drop ended requests, and waiting ones if there is no room for all."""
+        """Drop ended requests, and waiting ones if all do not fit."""
         known = self._rows.requests
         self._rows.drop([request for request in known if request not in self._runner.requests])
         waiting = [request for request in self._rows.requests if request not in batch]

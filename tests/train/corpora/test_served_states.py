@@ -171,7 +171,7 @@ def test_one_request_gives_an_answer_and_its_states(engine: StandIn, tmp_path: P
 
 
 def test_an_answer_without_its_states_is_read_again(engine: StandIn, tmp_path: Path) -> None:
-    """As after a kill between the two, or a file that was damaged since."""
+    """A kill between the two loses a file, and a bad disk damages another."""
     made = corpora(engine.base, tmp_path, engine.server.url)
     made.answers()
     lost, damaged, *_ = engine.folder.rglob("*.safetensors")
