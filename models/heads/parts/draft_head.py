@@ -109,7 +109,7 @@ class DraftHeadConfig:
         return 1 if self.one_prediction else self.num_draft_tokens
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of a base of ``num_layers`` layers whose states the head reads in addition to the final one."""
+        """Return the layers whose states the head reads in addition to the final state, of ``num_layers`` layers."""
         return ()
 
     def check_layers(self, num_layers: int) -> None:
