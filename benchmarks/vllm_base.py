@@ -31,7 +31,7 @@ from drafthead.eval.engines.served import free_port
 from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats.format import vllm_options
+from drafthead.models.formats.format import MOST_CONTEXT, vllm_options
 from drafthead.models.heads.parts.loading import load_base
 from drafthead.system.display import Display
 from drafthead.train.corpora.built_in import BuiltInBackend
@@ -71,7 +71,7 @@ def backends(base: BaseModel, tokens: int, folder: Path) -> Iterator[dict[str, C
     states = StatesConfig(url=f"http://127.0.0.1:{ports[1]}", serve=True)
     parts = base.parts()
     served = ServedBase(lambda: parts, states, folder / "served", lambda count: LAYERS, Display())
-    longest = base.max_context // 2
+    longest = MOST_CONTEXT // 2
 
     def server(url: str, **more: Any) -> ServerBackend:
         config = ServerConfig(url=url, concurrency=CONCURRENCY)

@@ -194,7 +194,7 @@ class RunConfig:
     @property
     def drops_layers(self) -> bool:
         """True if the head can be trained without the base's layers, once hidden states are stored."""
-        return not (self.head_config().needs_layers or self.init_from)
+        return not self.head_config().needs_layers and (self.init_from is None or self.data.states.is_used)
 
     @property
     def stores_answer_states(self) -> bool:
@@ -306,8 +306,6 @@ def _check_served(run: RunConfig) -> None:
         raise UserError(
             "head.copy_layers=true copies layers of the base, which a server has (data.states.url); set it to false"
         )
-    if run.init_from is not None:
-        raise UserError(f"init_from measures the head with the base, whose layers a server has; {remedy}")
     for phase in run.phases.values():
         if phase.corpus != "text" or not run.data.text.stream:
             phase.store_hidden_states = True

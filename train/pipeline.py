@@ -30,6 +30,7 @@ from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_cal
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
+from drafthead.eval.trees.stored_answers import stored_accept_probs
 from drafthead.eval.unloaded import ENGINE, evaluate_unloaded
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
@@ -318,7 +319,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
         stores["old"] = open_answers(Path(run.init_data))
     if when == "after" or stores.keys() - lengths.get(when, {}).keys():  # a resumed run may add ``init_data``
         with unchanged_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
-            lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
+            lengths[when] = {name: _held_out_length(context, head, store) for name, store in stores.items()}
         write_json(path, lengths)
     if when == "after":
         for name, length in lengths[when].items():
@@ -326,14 +327,24 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
             display.line(f"   {name} data, held out: mean accepted length {before:.2f} before, {length:.2f} after")
 
 
-def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
-    """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``."""
-    stored = store.read(with_hidden_states=False)
-    answers = [answer for answer in stored if is_held_out(answer.prompt_number)]
-    if not answers:
+def _held_out_length(context: RunContext, head: DraftHead, store: AnswerStore) -> float:
+    """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``. If a
+    server has the base's layers, their states are stored."""
+    if context.is_served and store.folder == context.corpora.answers().folder:
+        probs = [accept_probs_of_ranks(ranks, 1) for ranks in _tree_ranks(context, head)]
+    elif context.is_served:
+        probs = stored_accept_probs(store.folder.parent, head, MAX_HELD_OUT_ANSWERS, _is_held_out)
+    else:
+        stored = store.read(with_hidden_states=False)
+        answers = [answer for answer in stored if _is_held_out(answer)]
+        probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
+    if not probs:
         raise UserError(f"{store.folder} has too few answers to hold some out; raise data.answers.prompts")
-    probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
+
+
+def _is_held_out(answer: Answer) -> bool:
+    return is_held_out(answer.prompt_number)
 
 
 def _save_trained_head(context: RunContext) -> None:

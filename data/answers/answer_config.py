@@ -1,5 +1,6 @@
 """Settings for generating the base's answers: the sampler, and a server as an alternative to built-in decoding."""
 
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from drafthead.errors import UserError
@@ -29,6 +30,8 @@ class SamplerConfig:
 class ServerConfig:
     """Settings of a completions server that generates the answers instead of the built-in decoding."""
 
+    SETTING: ClassVar[str] = "data.answers.server"
+
     url: str | None = None
     """Address of a completions server (vLLM, SGLang) that generates the answers. For example ``http://node7:8000``. Its
     key is read from OPENAI_API_KEY. With null, the built-in decoding generates the answers."""
@@ -51,7 +54,7 @@ class ServerConfig:
         parts = urlsplit(self.url)
         if parts.username or parts.password:
             # The recipe is written to the run folder and to trackers.
-            raise UserError("data.answers.server.url must not contain a user or password; use OPENAI_API_KEY instead")
+            raise UserError(f"{self.SETTING}.url must not contain a user or password; use OPENAI_API_KEY instead")
         try:
             valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         except ValueError:  # the port is not a number

@@ -163,7 +163,7 @@ class Server:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
             what = f"no completions server answers at {self.config.root} ({error_text(error, self._key)})"
-            remedy = "start it, such as `vllm serve MODEL`, or correct data.answers.server.url"
+            remedy = f"start it, such as `vllm serve MODEL`, or correct {self.config.SETTING}.url"
             raise self._refusal(error, "the list of models") or UserError(f"{what}; {remedy}") from None
         except (ValueError, RecursionError):
             rows = []
@@ -213,9 +213,9 @@ class Server:
         if status in (401, 403):
             advice = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
         elif status < 400:
-            advice = "no prompt is sent there; set data.answers.server.url to the server's own address"
+            advice = f"no prompt is sent there; set {self.config.SETTING}.url to the server's own address"
         elif status == 404:
-            advice = "it does not serve completions of this model; correct data.answers.server.url or .model"
+            advice = f"it does not serve completions of this model; correct {self.config.SETTING}.url"
         text = error_text(error, self._key)
         return UserError(f"{self.config.root} refuses {request_name} ({text}): {advice}. {RESUMES.capitalize()}")
 
@@ -231,7 +231,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     model = config.model or (base if base in served else next(iter(served), base))
     names = ", ".join(served)
     if not served:
-        raise UserError(f"{config.root} lists no models; serve {base!r} there, or correct data.answers.server.url")
+        raise UserError(f"{config.root} lists no models; serve {base!r} there, or correct {config.SETTING}.url")
     if config.model is not None and model not in served:
         raise UserError(f"{config.root} does not serve {model!r}, but {names}; set data.answers.server.model")
     if config.model is None and model != base and len(served) != 1:

@@ -1,7 +1,8 @@
 """Answers whose hidden states a run has stored, so that acceptance is simulated without the base's layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,13 +19,15 @@ from drafthead.models.simulation.acceptance import AcceptProbs, accept_probs_of_
 from drafthead.models.simulation.ranks import WIDTH, answer_ranks
 
 
-def stored_accept_probs(folder: Path, head: DraftHead, limit: int | None = None) -> list[AcceptProbs]:
+def stored_accept_probs(
+    folder: Path, head: DraftHead, limit: int | None = None, is_chosen: Callable[[Answer], bool] = lambda answer: True
+) -> list[AcceptProbs]:
     """Return acceptance probabilities [T, K, S] of the drafts of ``head`` along the first ``limit`` answers (None: all)
-    of the corpus in ``folder`` whose states are stored. Raises a ``UserError`` if there are none."""
+    of the corpus in ``folder`` whose states are stored, of those that are chosen. Raises a ``UserError`` if no states
+    are stored."""
     probs = list[AcceptProbs]()
-    for count, (answer, states) in enumerate(_read(folder, head)):
-        if count == limit:
-            break
+    found = ((a, states) for a, states in _read(folder, head) if is_chosen(a))
+    for answer, states in islice(found, limit):
         batch = TrainBatch.of([answer.ids], answer.boundary).to(head.base.device)
         probs += [accept_probs_of_ranks(ranks, WIDTH) for ranks in answer_ranks(head, batch, states)]
     return probs

@@ -11,6 +11,7 @@ import pytest
 from stand_in_vllm import StandIn
 
 from drafthead.data.answers.store import Answer, AnswerStore
+from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.served_base import served_layers
 from drafthead.train.pipeline import run_pipeline
@@ -119,3 +120,15 @@ def test_stored_states_replace_the_layers_of_the_base(medusa_run: Path, tmp_path
     AnswerStore(tmp_path / "answers", {}).append_shard([Answer(0, np.arange(1, 9, dtype=np.int32), 3, finished=True)])
     call_fails("has no hidden states of random-llama", "replay", head, f"texts={tmp_path}", "stored_states=true")
     call_fails("stored_states needs texts=FOLDER", "replay", head, "stored_states=true")
+
+
+def test_training_continues_without_the_layers(engine: StandIn, tmp_path: Path) -> None:
+    run_pipeline(*composed(tmp_path / "first", *at(engine)))
+    init = (f"init_from={tmp_path / 'first/run/head'}", f"init_data={tmp_path / 'first/corpora'}", TRAINED)
+    lengths = []
+    for name, settings in (("served", at(engine)), ("own", SETTINGS)):
+        run_pipeline(*composed(tmp_path / name, *settings, *init, "~phases.pretrain", "data.answers.prompts=20"))
+        lengths.append(read_json(tmp_path / name / "run" / "init_from.json"))
+    for when in ("before", "after"):
+        assert lengths[0][when].keys() == {"new", "old"}
+        assert lengths[0][when] == pytest.approx(lengths[1][when], abs=0.05)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -102,6 +102,13 @@ class AnswersConfig:
 
 
 @settings(kw_only=True)
+class StatesServerConfig(ServerConfig):
+    """How a server is asked for hidden states."""
+
+    SETTING: ClassVar[str] = "data.states"
+
+
+@settings(kw_only=True)
 class StatesConfig:
     """Settings of a vLLM server that runs the base: it answers, and computes hidden states. No layer of the base is
     loaded."""
@@ -140,7 +147,7 @@ class StatesConfig:
 
     def requests(self) -> ServerConfig:
         """Return how the server is asked for states."""
-        return ServerConfig(url=self.url, concurrency=self.concurrency, timeout=self.timeout, tries=self.tries)
+        return StatesServerConfig(url=self.url, concurrency=self.concurrency, timeout=self.timeout, tries=self.tries)
 
 
 @settings(kw_only=True)
