@@ -23,6 +23,7 @@ from drafthead.data.intervals import bootstrap_interval
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import EngineConfig, EnginesConfig
+from drafthead.eval.engines.served import PLAIN as WITHOUT
 from drafthead.eval.engines.served import EngineStart, format_for, method_of
 from drafthead.eval.lossless.equality import compare_outputs, logit_margin
 from drafthead.eval.metrics import steps
@@ -61,7 +62,7 @@ class Served:
         with ExitStack() as stack:
             method = method_of(self.target, self.head) if self.target and self.head else ""
             start = EngineStart(stack, self.engine, self.settings, self.base, folder, method, max(1, self.drafts))
-            server = start.server(plain=self.head is None)
+            server = start.server("" if self.head else WITHOUT)
             assert server is not None
             server.answer(prompts[0], 8)  # the first answer includes set-up that later ones do not need
             return server.version(), [server.answer(ids, new) for ids in prompts]

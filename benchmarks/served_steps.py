@@ -21,7 +21,7 @@ from common import at_least, entry_point, listed, parser, print_table, save_reco
 from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer
-from drafthead.eval.engines.served import EngineStart, check_drafts, format_for, method_of
+from drafthead.eval.engines.served import PLAIN, EngineStart, check_drafts, format_for, method_of
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS
@@ -81,7 +81,7 @@ def measure(
         for length in (0, *lengths):
             method = method_of(target, head)
             start = EngineStart(stack, engine, settings, head.base, published, method, max(1, length))
-            server = start.server(plain=length == 0)
+            server = start.server("" if length else PLAIN)
             assert server is not None
             servers[length] = server
             server.answer(prompts[0], 8)  # the first answer includes set-up that later ones do not need

@@ -17,7 +17,16 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig
 from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
-from drafthead.settings.schema import BelowOne, NonNegative, Positive, PositiveFloat, Seed, require, settings
+from drafthead.settings.schema import (
+    BelowOne,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Seed,
+    Temperature,
+    require,
+    settings,
+)
 
 Split = Literal["all", "dev", "test"]  # trees, settings and recipes are chosen on dev; results are reported on test
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
@@ -42,12 +51,26 @@ class EngineConfig:
     """Draft by drafthead's own code inside the engine, without an export; only for vLLM. With null, only if vLLM loads
     no format of the head."""
     compare: list[str] = field(default_factory=list)
-    """More ways to draft in vLLM, each measured in a server of its own. Give vLLM's own ``ngram`` and ``suffix``, with
-    its defaults, or drafters that are joined by ``+`` and drafted by drafthead's code, such as
-    ``head+prompt_lookup:8:2``. Only for servers that the evaluation starts."""
+    """More ways to draft in vLLM, each in a server of its own; with ``engine.load``, only measured there. Give vLLM's
+    own ``ngram`` and ``suffix``, with its defaults, or drafters that are joined by ``+`` and drafted by drafthead's
+    code, such as ``head+prompt_lookup:8:2``. Only for servers that the evaluation starts."""
     base_type: str = "f32"
     """Weight type of the base's GGUF file, for llama.cpp: f32, f16, bf16, q8_0, q4_0 or q4_1. Answers equal ours only
     with f32."""
+
+
+@settings(kw_only=True)
+class LoadConfig:
+    """Settings of the measurement of vLLM under load, which follows the interleaved run."""
+
+    requests: list[Positive] = field(default_factory=list)
+    """Numbers of concurrent requests, for example [1,2,4,8]. At each one, vLLM without drafts, with the head and with
+    every entry of ``engine.vllm.compare`` answers the suite's first turns. The servers run one after another, each
+    alone. Empty: not measured."""
+    rounds: Positive = 3
+    """Number of rounds. Each one starts every server once."""
+    temperature: Temperature = 0.0
+    """Temperature of these answers."""
 
 
 @settings(kw_only=True)
@@ -57,6 +80,7 @@ class EnginesConfig:
     vllm: EngineConfig = field(default_factory=EngineConfig)
     llamacpp: EngineConfig = field(default_factory=EngineConfig)
     sglang: EngineConfig = field(default_factory=EngineConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
     drafts: Positive | None = None
     """Length of the chain that engines and our decoder draft. With null, the number of positions the head was trained
     for."""

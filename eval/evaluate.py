@@ -15,6 +15,7 @@ from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.load import measure_load
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
 from drafthead.eval.lossless.certify import rule_total_variation
 from drafthead.eval.lossless.equality import Equality, compare_outputs, draw_margin, logit_margin, recompute_tokens
@@ -75,6 +76,7 @@ def evaluate(
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
         timed = _timed(base, config, compared, folder, display)
+    load = measure_load(base, head or drafter, timed.first_turns, config, folder, display)
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
@@ -84,6 +86,7 @@ def evaluate(
     evaluation |= _settings(base, drafter, config, draft_config, timed)
     optional = {
         "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
+        "load": load or None,
         "predicted": costs and predict(base, drafter, draft_config, config, costs, development),
         "calibration": calibration and calibration.to_json(),
         "costs": costs and costs.to_json(),

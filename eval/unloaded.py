@@ -9,6 +9,7 @@ from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
+from drafthead.eval.engines.load import measure_load
 from drafthead.eval.engines.served import PLAIN, serve
 from drafthead.eval.lossless.equality import compare_outputs
 from drafthead.eval.metrics.summary import retokenised, summarise
@@ -55,6 +56,7 @@ def evaluate_unloaded(
             config.seed,
             lambda done, total: display.progress("decoding in vLLM", done, total),
         )
+    load = measure_load(base, head, timed.first_turns, config, folder, display)
     pairs = zip(timed.results["autoregressive"], timed.results[METHOD], strict=True)
     failed = [after for _, after in pairs if isinstance(after, FailedDecode)]
     if len(failed) == len(timed.ids):
@@ -75,6 +77,7 @@ def evaluate_unloaded(
         "prompt_order": timed.order,
         "seed": config.seed,
         "answered_by": served.facts[ENGINE],
+        **({"load": load} if load else {}),
     }
     write_json(folder / "eval.json", evaluation)
     write_report(folder, evaluation, training_log, training_data)

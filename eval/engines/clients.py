@@ -6,6 +6,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -44,6 +45,17 @@ def engine_result(
         records.append(StepRecord(position=position, **counts_of, draft_s=0.0, verify_s=each, total_s=each))
         position += committed
     return DecodeResult(tokens=tokens, steps=records, prefill_s=prefill_s, total_s=total_s)
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """Answers to several prompts, some of them at the same time."""
+
+    wall_s: float
+    seconds: list[float]  # of each request
+    answers: list[list[int]]
+    steps: int  # with drafts
+    accepted: int  # drafts
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -106,10 +118,13 @@ class EngineServer(ABC):
         return True
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._runner.run(self._request(path, body))
+
+    async def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a POST request, or GET without ``body``; return the response's JSON, or its text if that is not JSON."""
         try:
             get, post = self._client.get, self._client.post
-            text = self._runner.run(get(path, cast_to=str) if body is None else post(path, cast_to=str, body=body))
+            text = await (get(path, cast_to=str) if body is None else post(path, cast_to=str, body=body))
         except openai.APIStatusError as error:
             raise EngineError(f"{self.name} at {self.url} refused {path} ({error_text(error, self._key)})") from None
         except openai.APIConnectionError as error:
@@ -163,27 +178,62 @@ class VllmServer(EngineServer):
 
     @in_known_form
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
+        body, before = self._body(ids, max_new_tokens), self._counters()
+        response, total_s = self._timed("/v1/completions", body)
+        tokens = self._tokens(response)
+        counted = self._counted(before, len(tokens))
+        prefill_s = min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s)
+        return self._result(tokens, counted, "vllm:spec_decode_num_", prefill_s, total_s)
+
+    @in_known_form
+    def answer_at_once(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, requests: int, temperature: float = 0.0
+    ) -> AtOnce:
+        """Answer all ``prompts``, up to ``requests`` of them at once. Their seeds are their numbers."""
+        free, before = asyncio.Semaphore(requests), self._counters()
+
+        async def answer(number: int, ids: list[int]) -> tuple[list[int], float]:
+            body = self._body(ids, max_new_tokens, temperature, number)
+            async with free:
+                started = time.perf_counter()
+                response = await self._request("/v1/completions", body)
+                return self._tokens(response), time.perf_counter() - started
+
+        async def all_answers() -> list[tuple[list[int], float]]:
+            return await asyncio.gather(*(answer(number, ids) for number, ids in enumerate(prompts)))
+
+        started = time.perf_counter()
+        answers, seconds = zip(*self._runner.run(all_answers()), strict=True)
+        wall_s = time.perf_counter() - started
+        counted = self._counted(before, sum(len(tokens) for tokens in answers))
+        prefix = "vllm:spec_decode_num_"
+        accepted = [counted.get(f"{prefix}accepted_tokens_per_pos[{n}]", 0) for n in range(self._drafts)]
+        return AtOnce(
+            wall_s, list(seconds), list(answers), round(counted.get(f"{prefix}drafts", 0)), round(sum(accepted))
+        )
+
+    def _body(self, ids: Sequence[int], most: int, temperature: float = 0.0, seed: int = 0) -> dict[str, Any]:
         if self._model is None:
             self._model = str(self._send("/v1/models")["data"][0]["id"])
-        body = {"model": self._model, "prompt": list(ids), "max_tokens": max_new_tokens, "temperature": 0.0, "seed": 0}
+        body = {"model": self._model, "prompt": list(ids), "max_tokens": most, "temperature": temperature, "seed": seed}
         body |= {"stop_token_ids": sorted(self.eos_ids), "return_token_ids": True, "top_p": 1.0, "top_k": -1}
-        body |= {"repetition_penalty": 1.0, "min_p": 0.0}
-        before = self._counters()
-        response, total_s = self._timed("/v1/completions", body)
+        return body | {"repetition_penalty": 1.0, "min_p": 0.0}
+
+    def _tokens(self, response: Any) -> list[int]:
         choice = response["choices"][0]
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise EngineError("vLLM gave no token ids; use version 0.10.2 or newer")
+        return self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason"))
+
+    def _counted(self, before: dict[str, float], tokens: int) -> dict[str, float]:
+        """Return what the counters have counted since ``before``, when they include ``tokens`` tokens of answers."""
         deadline = time.monotonic() + METRICS_WAIT_S
         while True:
-            after = self._counters()
-            counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
-            if counted.get("vllm:generation_tokens", 0) >= len(tokens) or time.monotonic() > deadline:
-                break
+            counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
+            if counted.get("vllm:generation_tokens", 0) >= tokens or time.monotonic() > deadline:
+                return counted
             time.sleep(0.02)
-        tokens = self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason"))
-        prefill_s = min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s)
-        return self._result(tokens, counted, "vllm:spec_decode_num_", prefill_s, total_s)
 
 
 class LlamaCppServer(EngineServer):

@@ -47,7 +47,7 @@ READS = {  # formats that each engine loads; the first that supports the head is
 PROPOSER = "proposer"  # drafthead's own code, instead of a format
 OWN_METHODS = ("ngram", "suffix")  # of vLLM, without a head
 PLAIN = "_plain"  # ends the name of an engine's method without the head
-VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")  # no CUDA graphs; one request at a time, like our loop
+VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs")  # no CUDA graphs; one request at a time, like our loop
 Log = Callable[[str], None]
 
 
@@ -82,26 +82,18 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
     with ExitStack() as stack:
         try:
             for name, target in formats.items():
-                published = folder / "served" / (PROPOSER if target is None else target.name)
-                shutil.rmtree(published, ignore_errors=True)
                 fitted = head if target is None else target.fitted(head)
-                if target is not None:
-                    target.export(fitted, published, torch.float32)
-                own: EngineConfig = getattr(settings, name)
-                if target is None or own.compare:
-                    shutil.rmtree(saved := folder / "served" / PROPOSER, ignore_errors=True)
-                    head.save_pretrained(saved)
+                method, published = publish(head, target, getattr(settings, name), folder)
                 served.head = served.head or as_exported(fitted)
                 is_evaluated = served.head is head and config.draft_config(head) == served.chain_config
                 served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
-                method = PROPOSER if target is None else method_of(target, head)
                 start = EngineStart(stack, name, settings, base, published, method, served.drafts)
-                for variant in ("", PLAIN, *(f":{spec}" for spec in start.own.compare)):
+                for variant in variants(start.own) if not settings.load.requests else ("", PLAIN):
                     if (server := start.server(variant)) is None:
                         continue
                     how = {"": "with the head", PLAIN: "without the head"}.get(variant, f"drafting with {variant[1:]}")
                     log(f"{server.name} answers {how} at {server.url}")
-                    options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
+                    options = " ".join([*VLLM_OPTIONS, "1"]) if name == "vllm" and not start.own.url else ""
                     fact = {"engine": server.name, "version": server.version(), "dtype": start.dtype}
                     fact |= {"format": published.name, "options": options}
                     served.facts.setdefault(name, fact)
@@ -114,6 +106,24 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
             if "No module named" in str(error):
                 hint = f"; `drafthead engines install={name}` installs it, or name a server with engine.{name}.url="
             raise UserError(f"{error}{hint}") from None
+
+
+def publish(head: DraftHead, target: Format | None, own: EngineConfig, folder: Path) -> tuple[str, Path]:
+    """Write ``head`` below ``folder`` as an engine loads it, in the format ``target`` or for drafthead's own code
+    (None). Return the engine's name for its drafting method, and the folder that the engine loads."""
+    served = folder / "served"
+    if target is not None:
+        shutil.rmtree(served / target.name, ignore_errors=True)
+        target.export(target.fitted(head), served / target.name, torch.float32)
+    if target is None or own.compare:
+        shutil.rmtree(served / PROPOSER, ignore_errors=True)
+        head.save_pretrained(served / PROPOSER)
+    return (PROPOSER, served / PROPOSER) if target is None else (method_of(target, head), served / target.name)
+
+
+def variants(own: EngineConfig) -> list[str]:
+    """Return the servers of an engine: with the head, without drafts, and with other ways to draft."""
+    return ["", PLAIN, *(f":{spec}" for spec in own.compare)]
 
 
 def format_for(engine: str, head: DraftHead) -> Format:
@@ -212,6 +222,7 @@ class EngineStart:
     published: Path
     method: str  # the engine's name for the head's drafting method, or PROPOSER
     drafts: int
+    requests: int = 1  # that are answered at once
 
     def __post_init__(self) -> None:
         self.head = self.published.parent / PROPOSER  # the head itself, if drafthead's code drafts with it
@@ -258,7 +269,8 @@ class EngineStart:
     def _vllm(self, port: int, variant: str) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
         folder = self.base.config.folder()
-        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype_name(self.base), *VLLM_OPTIONS]
+        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype_name(self.base)]
+        arguments += [*VLLM_OPTIONS, str(self.requests)]
         arguments += ["--no-enable-prefix-caching", "--seed", "0"]
         if torch.accelerator.is_available():
             arguments += ["--max-model-len", str(self._context), "--gpu-memory-utilization", "0.3"]

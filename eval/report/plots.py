@@ -49,6 +49,8 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
     if costs := evaluation.get("costs"):
         chosen = evaluation["tree"].get("drafters", [evaluation["tree"]])[0]["nodes"]
         yield "cost", cost(costs["verify"], chosen, overall["mean_accepted_length"], nodes_per_step(evaluation))
+    if rows := evaluation.get("load"):
+        yield "load", load(rows)
     if overall["acceptance_per_depth"]:
         of_all = evaluation["metrics"][evaluation["headline"]]["acceptance_per_depth_of_all"]
         yield "acceptance", acceptance(overall["acceptance_per_depth"], of_all)
@@ -172,6 +174,25 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, p
     axes.set_xscale("log", base=2)
     ticks = [1 << n for n in range(int(sizes.max()).bit_length()) if 1 << n >= sizes.min()]
     axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.legend(loc="upper left")
+    return figure
+
+
+@styled
+def load(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draw tokens per second of all requests over the number of concurrent ones, a line per method."""
+    figure, axes = new_axes()
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    for colour, name in zip(_shades(len(names)), names, strict=True):
+        points = sorted((row["requests"], row["tokens_per_second"]) for row in rows if row["method"] == name)
+        label = short_name(name)
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=5, label=label)
+    counts = sorted({row["requests"] for row in rows})
+    top = max(row["tokens_per_second"] for row in rows) * (1.1 + 0.1 * len(names))  # room for the legend
+    axes.set(xlabel="requests at once", ylabel="tokens per second, of all", ylim=(0, top))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
     axes.legend(loc="upper left")
     return figure

@@ -38,7 +38,7 @@ METHOD_DEFINITIONS = (
 FORMATS = {  # format of a number by its column; floats in other columns get four digits
     **dict.fromkeys(("speedup", "mean of prompts"), "{:.2f}x"),
     **dict.fromkeys(("tok/s", "AR tok/s", "decode tok/s", "predicted tok/s", "measured", "draft ms"), "{:.1f}"),
-    **dict.fromkeys(("tau", "mean accepted length", "predicted speedup"), "{:.2f}"),
+    **dict.fromkeys(("tau", "mean accepted length", "predicted speedup", "half in s", "90 % in s"), "{:.2f}"),
     **dict.fromkeys(("perplexity before", "after", "acceptance"), "{:.3f}"),
     **dict.fromkeys(("ratio", "KL"), "{:.4f}"),
     "tokens": "{:,}",
@@ -147,9 +147,27 @@ def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
     return ResultTable.of("Speedup by task and method", rows, has_total=True)
 
 
+def load_table(evaluation: dict[str, Any]) -> ResultTable:
+    rows = [
+        {
+            "at once": str(row["requests"]),
+            "method": row["method"],
+            "speedup": row["ratio"],
+            "by round": [min(row["rounds"], default=None), max(row["rounds"], default=None)],
+            "tok/s": row["tokens_per_second"],
+            "half in s": row["median_s"],
+            "90 % in s": row["slowest_tenth_s"],
+            "tau": row["tau"],
+            "identical": f"{row['same']} of {row['of']}",
+        }
+        for row in evaluation["load"]
+    ]
+    return ResultTable.of("vLLM under load", rows)
+
+
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
     tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
-    return [table(evaluation) for table in tables]
+    return [table(evaluation) for table in tables] + ([load_table(evaluation)] if "load" in evaluation else [])
 
 
 def quality_table(quality: dict[str, Any]) -> ResultTable:
@@ -177,8 +195,10 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
 
 
 def console_table(evaluation: dict[str, Any]) -> RenderableType:
-    """Return for the terminal the table per task and, if several methods ran, the table per method."""
-    return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
+    """Return for the terminal the table per task and, if several methods ran, the table per method; and the load's."""
+    shown = [task_table(evaluation), *([method_table(evaluation)] if len(evaluation["overall"]["methods"]) > 1 else [])]
+    shown += [load_table(evaluation)] if "load" in evaluation else []
+    return Group(*(table.console() for table in shown))
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:

@@ -31,6 +31,11 @@ class TimedResults:
     resumed: int = 0  # turns that an earlier run had answered
     other_processes_cores: float | None = None  # average while these answers were decoded
 
+    @property
+    def first_turns(self) -> list[list[int]]:
+        """Prompt ids of the conversations' first turns that could be built."""
+        return [ids for ids, turn in zip(self.ids, self.turns, strict=True) if turn == 0 and ids]
+
 
 def run_interleaved(
     prompts: Sequence[EvalPrompt],

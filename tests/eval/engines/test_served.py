@@ -21,11 +21,12 @@ from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
+from drafthead.eval.engines.load import measure_load
 from drafthead.eval.engines.served import format_in_vllm, serve
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.engine_comparison import engine_failures, engine_lines
-from drafthead.eval.report.tables import console_lines, markdown_table
+from drafthead.eval.report.tables import console_lines, load_table, markdown_table
 from drafthead.eval.timing.interleaved import one_by_one, run_interleaved
 from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
@@ -158,6 +159,32 @@ def test_other_ways_to_draft_get_a_line(tiny_base: TinyBase, tmp_path: Path, fak
     assert lines[2].startswith("   ngram: ") and f"tau {other['acceptance']['mean_accepted_length']:.2f}" in lines[2]
     config.engine.vllm.compare = ["ngram"]
     refuses("compare needs engines=.vllm. without an address", evaluate, base, trained(base), config, tmp_path, Said())
+
+
+def test_load_is_measured_and_resumes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
+    base = tiny_base()
+    config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
+    config.engine.load.requests, config.engine.load.rounds = [1, 2], 2
+    spec, plain = fake_vllm(base, trained(base)), fake_vllm(base, None)
+    config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, plain.url
+    prompts = [base.prompt_ids([{"role": "user", "content": text}]) for text in PROMPTS]
+    rows = measure_load(base, trained(base), prompts, config, tmp_path, Said())
+    assert [(row["method"], row["requests"]) for row in rows] == [
+        (name, count) for name in ("vllm", "vllm_plain") for count in (1, 2)
+    ]
+    chain = DraftConfig(tree=TokenTree.chain(3))
+    ours = [decode(base, trained(base), ids, max_new_tokens=NEW, draft_config=chain) for ids in prompts]
+    steps = [step for answer in ours for step in answer.steps if step.depth]
+    for row in rows:
+        assert row["same"] == row["of"] == 2 * len(PROMPTS) and len(row["rounds"]) == 2
+        assert 0 < row["median_s"] <= row["slowest_tenth_s"]
+        tau = 1 + sum(step.accepted for step in steps) / len(steps) if row["method"] == "vllm" else None
+        assert row["tau"] == (tau and pytest.approx(tau)) and (tau or row["ratio"] == 1)
+    assert "vLLM under load" in load_table({"load": rows}).title
+    asked = len(spec.bodies)
+    assert measure_load(base, trained(base), prompts, config, tmp_path, Said()) == rows and len(spec.bodies) == asked
+    config.max_new_tokens = 4
+    assert measure_load(base, trained(base), prompts, config, tmp_path, Said()) != rows
 
 
 FAULTS: dict[str, Callable[[Eagle3Head], None]] = {
