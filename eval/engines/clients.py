@@ -55,7 +55,8 @@ class AtOnce:
     seconds: list[float]  # of each request
     answers: list[list[int]]
     steps: int  # with drafts
-    accepted: int  # drafts
+    accepted: list[int]  # drafts, by position
+    step_s: float | None  # mean time between two steps of a request; None if the server does not count it
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -207,10 +208,10 @@ class VllmServer(EngineServer):
         wall_s = time.perf_counter() - started
         counted = self._counted(before, sum(len(tokens) for tokens in answers))
         prefix = "vllm:spec_decode_num_"
-        accepted = [counted.get(f"{prefix}accepted_tokens_per_pos[{n}]", 0) for n in range(self._drafts)]
-        return AtOnce(
-            wall_s, list(seconds), list(answers), round(counted.get(f"{prefix}drafts", 0)), round(sum(accepted))
-        )
+        accepted = [round(counted.get(f"{prefix}accepted_tokens_per_pos[{n}]", 0)) for n in range(self._drafts)]
+        between, count = (counted.get(f"vllm:inter_token_latency_seconds_{key}", 0.0) for key in ("sum", "count"))
+        steps = round(counted.get(f"{prefix}drafts", 0))
+        return AtOnce(wall_s, list(seconds), list(answers), steps, accepted, between / count if count else None)
 
     def _body(self, ids: Sequence[int], most: int, temperature: float = 0.0, seed: int = 0) -> dict[str, Any]:
         if self._model is None:

@@ -70,8 +70,9 @@ def _earlier(path: Path, of: str) -> list[dict[str, Any]]:
 
 def load_rows(passes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for every method and number of concurrent requests: tokens per second over all rounds, their ratio
-    to those without drafts ("ratio", and "rounds" by round), the seconds of half and of 90 % of the requests, tau, and
-    how many answers have the tokens of those without drafts ("same" of "of"; they may part at near-ties)."""
+    to those without drafts ("ratio", and "rounds" by round), the seconds of half and of 90 % of the requests, the time
+    of a step, steps with drafts and accepted drafts by position, tau, and how many answers have the tokens of those
+    without drafts ("same" of "of"; they may part at near-ties)."""
     rows = []
     for method, requests in dict.fromkeys((one["method"], one["requests"]) for one in passes):
         ours, plain = (
@@ -80,7 +81,8 @@ def load_rows(passes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         both = sorted(ours.keys() & plain.keys())
         seconds = [value for one in ours.values() for value in one["seconds"]]
-        steps, accepted = (sum(one[key] for one in ours.values()) for key in ("steps", "accepted"))
+        steps = sum(one["steps"] for one in ours.values())
+        accepted = np.sum([one["accepted"] for one in ours.values()], 0).tolist()
         pairs = [pair for n in both for pair in zip(ours[n]["answers"], plain[n]["answers"], strict=True)]
         rows.append(
             {
@@ -91,12 +93,43 @@ def load_rows(passes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "rounds": [_speed([ours[n]]) / _speed([plain[n]]) for n in both],
                 "median_s": float(np.median(seconds)),
                 "slowest_tenth_s": float(np.quantile(seconds, 0.9)),
-                "tau": 1 + accepted / steps if steps else None,
+                "step_s": _median([one["step_s"] for one in ours.values()]),
+                "steps": steps,
+                "accepted": accepted,
+                "tau": 1 + sum(accepted) / steps if steps else None,
                 "same": sum(a == b for a, b in pairs),
                 "of": len(pairs),
             }
         )
     return rows
+
+
+def lengths_by_requests(rows: Sequence[dict[str, Any]], method: str = ENGINE) -> list[tuple[int, int, int]]:
+    """Return vLLM's ``num_speculative_tokens_per_batch_size`` for the head's own format: (from, to, drafts) by the
+    number of concurrent requests. The length with the most expected tokens per second is taken, where the times between
+    a step without drafts and one with all drafts are assumed to lie on a line."""
+    lengths = list[tuple[int, int, int]]()
+    by_method = {(row["method"], row["requests"]): row for row in rows}
+    first = 1
+    for requests in sorted({row["requests"] for row in rows}):
+        ours, plain = by_method.get((method, requests)), by_method.get((ENGINE + PLAIN, requests))
+        if not (ours and plain and ours["steps"] and ours["step_s"] and plain["step_s"]):
+            continue
+        most = len(ours["accepted"])
+        gains = 1 + np.cumsum([0, *ours["accepted"]]) / ours["steps"]
+        times = plain["step_s"] + (ours["step_s"] - plain["step_s"]) * np.arange(most + 1) / most
+        best = int(np.argmax(gains / times))
+        if lengths and lengths[-1][2] == best:
+            lengths[-1] = (lengths[-1][0], requests, best)
+        else:
+            lengths.append((first, requests, best))
+        first = requests + 1
+    return lengths
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
 
 def _speed(passes: Iterable[dict[str, Any]]) -> float:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from drafthead.errors import visible
 from drafthead.eval.config import METHOD
+from drafthead.eval.engines.load import lengths_by_requests
 from drafthead.eval.engines.served import PLAIN
 from drafthead.eval.metrics.engine_comparison import engine_lines, prompts_line
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
@@ -165,6 +166,14 @@ def load_table(evaluation: dict[str, Any]) -> ResultTable:
     return ResultTable.of("vLLM under load", rows)
 
 
+def load_lines(evaluation: dict[str, Any]) -> list[str]:
+    """Return a line about the draft lengths that pay in vLLM; [] if its load was not measured."""
+    lengths = lengths_by_requests(evaluation.get("load", []))
+    shown = ", ".join(f"[{first}, {last}, {drafts}]" for first, last, drafts in lengths)
+    what = "drafts that pay in vLLM, by requests at once"
+    return [f'{what}: "num_speculative_tokens_per_batch_size": [{shown}]'] if lengths else []
+
+
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
     tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
     return [table(evaluation) for table in tables] + ([load_table(evaluation)] if "load" in evaluation else [])
@@ -224,7 +233,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         lines.append(f"top-1 accuracy by draft position on held-out answers, given the right tokens before: {shown}")
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
-    lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]
+    lines += [rule_line(evaluation), *engine_lines(evaluation), *load_lines(evaluation), *failures(evaluation)]
     speedups = [speedup_of(overall, name) for name in overall["methods"] if not name.endswith(PLAIN)]
     if known := [speedup for speedup in speedups if speedup is not None]:
         lines += ["nothing is faster than decoding without drafts: see docs/guides/not_faster.md"] * (max(known) <= 1)

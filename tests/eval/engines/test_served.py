@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,13 +21,14 @@ import torch
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.break_even import counts_of, needed_lengths
 from drafthead.eval.engines.clients import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.engines.load import measure_load
 from drafthead.eval.engines.served import format_in_vllm, serve
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.engine_comparison import engine_failures, engine_lines
-from drafthead.eval.report.tables import console_lines, load_table, markdown_table
+from drafthead.eval.report.tables import console_lines, load_lines, load_table, markdown_table
 from drafthead.eval.timing.interleaved import one_by_one, run_interleaved
 from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
@@ -181,10 +183,21 @@ def test_load_is_measured_and_resumes(tiny_base: TinyBase, tmp_path: Path, fake_
         tau = 1 + sum(step.accepted for step in steps) / len(steps) if row["method"] == "vllm" else None
         assert row["tau"] == (tau and pytest.approx(tau)) and (tau or row["ratio"] == 1)
     assert "vLLM under load" in load_table({"load": rows}).title
+    lengths = load_lines({"load": [row | {"step_s": 1.0 + (row["tau"] is not None)} for row in rows]})
+    assert lengths[0].endswith('"num_speculative_tokens_per_batch_size": [[1, 2, 0]]')
+    cheap = load_lines({"load": [row | {"step_s": 1.0} for row in rows]})
+    assert re.search(r"\[\[1, 2, [123]\]\]$", cheap[0])
     asked = len(spec.bodies)
     assert measure_load(base, trained(base), prompts, config, tmp_path, Said()) == rows and len(spec.bodies) == asked
     config.max_new_tokens = 4
     assert measure_load(base, trained(base), prompts, config, tmp_path, Said()) != rows
+
+
+def test_the_length_that_pays_for_a_larger_pass() -> None:
+    counts = counts_of([1, 4], [1, 3])
+    assert counts == [1, 2, 3, 4, 6, 8, 12, 16]
+    times = dict.fromkeys(counts[:4], 1.0) | {6: 2.0, 8: 1.9, 12: 4.0, 16: 4.0}
+    assert needed_lengths(times, 1, [1, 3]) == [1, 1] and needed_lengths(times, 4, [1, 3]) == [2, 4]
 
 
 FAULTS: dict[str, Callable[[Eagle3Head], None]] = {
