@@ -129,6 +129,9 @@ class StatesConfig:
     whenever it is trained on, and nothing is stored: for corpora larger than the disk. It then runs during training."""
     ahead: Positive = 4
     """Largest number of micro-batches that are requested before their use, with ``keep=false``."""
+    compare_layers: bool = True
+    """Compare every layer that the server writes for the first texts with the base's, one layer in memory at a time.
+    This reads the base's checkpoint once. Set it to false for a base that the server quantises."""
     concurrency: Positive = 8
     """Largest number of concurrent requests."""
     timeout: PositiveFloat = 600.0

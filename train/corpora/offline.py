@@ -19,20 +19,17 @@ from drafthead.data.states.offline import OfflineFolder
 from drafthead.data.text.documents import Documents
 from drafthead.errors import UserError
 from drafthead.files.local import MANIFEST_NAME, folder_of_manifest, read_json, write_json
-from drafthead.models.base.outer_layers import first_layers_output, last_layers_output
+from drafthead.models.base.layer_by_layer import layers_output
 from drafthead.models.base.parts import BaseParts
 from drafthead.system.display import Display
 from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.built_in import Agreement, agreement_along
 from drafthead.train.corpora.corpus_config import OfflineConfig
+from drafthead.train.corpora.layer_check import ERRORS, layer_error
 from drafthead.train.corpora.transcripts import AGREEMENT, COMPARED, PER_SHARD, agreement_line
 
 LEAST_AGREEMENT = 0.15  # share of the texts' tokens that must be the likeliest ones after the stored last states
-MOST_LAYERS = 4  # largest number of layers that are loaded for a comparison
 CHECKED = 4  # rows whose states are compared with the base
-ERRORS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-"""Largest relative error of a layer, the median over tokens, by dtype of the states. Layer 2 of SmolLM2
-has errors of 6e-7, 0.002 (bfloat16) and 0.03 (FP8), and differs from layers 1 and 3 by 0.9 and 0.3."""
 FP8_ERROR = 0.1
 
 
@@ -141,41 +138,31 @@ class Offline:
         return measured
 
     def check_base(self, rows: Sequence[int]) -> None:
-        """Compare the outer layers in the files of ``rows`` with the base: layer 0 with its embedding, the next one
-        with what stock transformers computes of the tokens, and the last one with what it computes of the layer before
-        it in the files. After the last layer, the output head must find the texts likely. Later calls do nothing."""
+        """Compare the layers in the files of ``rows`` with the base: layer 0 with its embedding, the others with what
+        stock transformers computes of the layer before it in the files. After the last layer, the output head must find
+        the texts likely. Later calls do nothing."""
         if self._is_compared:
             return
         self._is_compared = True
         self._agreement([answer for row in rows for answer in self._answers(row, None)])
-        texts, base, layers = [self.files.row(row)[0].tolist() for row in rows], self.parts, self.layers
-        if layers[0] == 0:
-            embed, device = base.input_embeddings, base.device
-            self._compare(rows, 0, "the base's", [embed(torch.tensor(ids, device=device)) for ids in texts])
-        lowest = next(layer for layer in layers if layer)
-        if self._is_near(f"layer {lowest}", lowest):
-            self._compare(rows, lowest, "the base's", first_layers_output(base.config, lowest, texts, base.device))
-        before = layers[-2] if len(layers) > 1 else 0
-        if before and self._is_near(f"layer {base.num_layers} after layer {before}", base.num_layers - before):
-            inputs = [self.states(row)[:, -2] for row in rows]
-            follows = f"the base's after layer {before}"
-            self._compare(rows, base.num_layers, follows, last_layers_output(base, before, inputs))
-
-    def _is_near(self, what: str, count: int) -> bool:
-        """Return True if few layers, ``count``, are to be loaded for a comparison; print ``what`` is not compared."""
-        if count > MOST_LAYERS:
-            self.display.line(f"   {what} is not compared with the base, because that takes {count} of its layers")
-        return count <= MOST_LAYERS
+        base, before = self.parts, 0
+        embedded = [base.input_embeddings(torch.tensor(self.files.row(row)[0], device=base.device)) for row in rows]
+        if self.layers[0] == 0:
+            self._compare(rows, 0, "the base's", embedded)
+        for layer in (layer for layer in self.layers if layer):
+            given = [self.states(row)[:, self.layers.index(before)] for row in rows] if before else embedded
+            follows = f"the base's after layer {before}" if before else "the base's"
+            self._compare(rows, layer, follows, layers_output(base, before, layer, given))
+            before = layer
 
     def _compare(self, rows: Sequence[int], layer: int, whose: str, expected: Sequence[Tensor]) -> None:
         """Reject files whose states of ``layer`` differ from those ``expected`` [T, D] of each of ``rows``."""
-        errors, limit = [], 0.0
-        for row, own in zip(rows, expected, strict=True):
-            stored, own = self.states(row), own.float().cpu()
-            limit = FP8_ERROR if self.files.is_scaled(row) else ERRORS[stored.dtype]
-            given = stored[:, self.layers.index(layer)].float()
-            errors.append((given - own).norm(dim=-1) / own.norm(dim=-1))
-        error = float(torch.cat(errors).median())
+        given = [self.states(row) for row in rows]
+        limit = max(
+            FP8_ERROR if self.files.is_scaled(row) else ERRORS[each.dtype]
+            for row, each in zip(rows, given, strict=True)
+        )
+        error = layer_error([states[:, self.layers.index(layer)] for states in given], expected)
         if not error <= limit:
             what = f"layer {layer} in {self.files.folder} is not {whose} ({self.parts.name}): the median relative error"
             remedy = f"name the base of these states, or their layers (data.offline.layers={self.layers} now)"

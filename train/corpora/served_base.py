@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,18 @@ from drafthead.data.states.engine_file import BadStatesError, move_engine_file, 
 from drafthead.engines.server import LocalVllm
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layer_by_layer import layers_output
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.format import MOST_CONTEXT
 from drafthead.system.display import Display
 from drafthead.train.corpora.corpus_config import StatesConfig
+from drafthead.train.corpora.layer_check import ERRORS, layer_error
 from drafthead.train.corpora.states_server import states_server
 from drafthead.train.original_base import OriginalBase
 
 CHECKED = 4  # documents whose states are compared with the server's answers
 SAME_TOKENS = 0.98  # least share of positions at which states and server have the same likeliest token
+MOST_COMPARED = 256  # first tokens of these documents at which every layer is compared with the base's
 LOCK_S = 120.0  # longest wait for the file of an answered request
 Text = tuple[int, list[int]]  # the number of a document, for messages, and its token ids
 
@@ -201,19 +205,42 @@ class ServedBase(OriginalBase):
     @torch.no_grad()
     def check(self, texts: Sequence[Text]) -> None:
         """Compare the states of ``texts`` with the server's own answers: what follows from the last layer must be what
-        the server finds likeliest at every position. Layer 0 is compared with the embedding in every file. Other layers
-        cannot be told from another layer's."""
+        the server finds likeliest at every position. Layer 0 is compared with the embedding in every file."""
         parts, same, count = self.parts, 0, 0
+        found = list[Tensor]()
         for _, states, answer in self.ask(texts, prompt_logprobs=1):
             logits = parts.lm_head.logits(self.final(states).to(parts.device, parts.dtype))
             expected = logits.argmax(-1).tolist()
             pairs = [(a, b) for a, b in zip(expected, _likeliest(answer)[1:], strict=False) if b is not None]
             same, count = same + sum(a == b for a, b in pairs), count + len(pairs)
+            found.append(states[:MOST_COMPARED])
         if same < SAME_TOKENS * count:
             what = f"at {100 * same / count:.0f} % of {count} positions the last layer that the server at"
             raise UserError(
                 f"{what} {self.config.url} writes predicts what it answers; serve the base itself, and all layers"
             )
+        if self.config.compare_layers:
+            self._compare_layers(found)
+
+    def _compare_layers(self, texts: Sequence[Tensor]) -> None:
+        """Compare every layer in ``texts`` [T, n, D] with what stock transformers computes of the layer before it in
+        the file. This reads the base's checkpoint once."""
+        with self.display.stage(f"{len(self.layers) - 1} layers from the server, compared with {self.parts.name}"):
+            for number, (before, layer) in enumerate(pairwise(self.layers)):
+                try:
+                    own = layers_output(self.parts, before, layer, [states[:, number] for states in texts])
+                except UserError as error:  # layers that cannot run alone, and quantised checkpoints
+                    self.display.line(f"   not compared: {error}")
+                    return
+                off, limit = layer_error([states[:, number + 1] for states in texts], own), ERRORS[texts[0].dtype]
+                if not off <= limit:
+                    what = f"layer {layer} of the server at {self.config.url} is not that of {self.parts.name}"
+                    raise UserError(
+                        f"{what}: the median relative error is {off:.2g}, at most {limit:g} is expected. Start the "
+                        "server with `drafthead serve` and this run's recipe; data.states.compare_layers=false skips "
+                        "this comparison, for a base that is quantised on the server"
+                    )
+                self.display.line(f"   layer {layer}: equal to {off:.1e}")
 
     # States that arrive with an answer -------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from drafthead.models.base.base_config import (
     meta_model,
 )
 from drafthead.models.base.base_model import BaseModel, PartialForward
-from drafthead.models.base.outer_layers import first_layers_output, last_layers_output
+from drafthead.models.base.layer_by_layer import layers_output
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.decoding.corpus import SEED_STRIDE, generate_answers
@@ -370,7 +370,7 @@ def test_parts_made_in_three_ways_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("name", ["untied", "gemma3", "qwen3_moe", "cohere"])
-def test_outer_layers_compute_what_the_whole_model_does(
+def test_layers_alone_compute_what_the_whole_model_does(
     name: str, tmp_path: Path, script: Script, count_bytes: type[CountingFile]
 ) -> None:
     """Windows, experts and scaled embeddings; the weights of other layers are not read."""
@@ -380,9 +380,11 @@ def test_outer_layers_compute_what_the_whole_model_does(
     states = base.hidden_states(TrainBatch.of([ids]), HiddenStatesSpec(layers=(1, last - 1, last))).layers
     assert states is not None
     first, before, final = states[0].chunk(3, -1)
-    torch.testing.assert_close(first_layers_output(config, 1, [ids], parts.device)[0], first, rtol=1e-3, atol=1e-4)
+    embedded = parts.input_embeddings(torch.tensor(ids))
+    torch.testing.assert_close(layers_output(parts, 0, 1, [embedded])[0], first, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layers_output(parts, 1, last - 1, [first])[0], before, rtol=1e-3, atol=1e-4)
     count_bytes.total = 0
-    torch.testing.assert_close(last_layers_output(parts, last - 1, [before])[0], final, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layers_output(parts, last - 1, last, [before])[0], final, rtol=1e-3, atol=1e-4)
     count = count_bytes.total
     layer = load_weights(config, torch.device("cpu"))[0].model.layers[-1]
     assert count == sum(each.nbytes for each in layer.parameters())

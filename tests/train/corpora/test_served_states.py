@@ -91,6 +91,19 @@ def test_planted_faults_are_named(engine: StandIn, tmp_path: Path, fault: str) -
     refuses(message, states_of, corpora(engine.base, tmp_path, engine.server.url))
 
 
+def test_a_middle_layer_of_another_number_is_noticed(engine: StandIn, tmp_path: Path) -> None:
+    engine.layers = (0, 2)
+    refuses("layer 1 of the server at .* is not that of", states_of, corpora(engine.base, tmp_path, engine.server.url))
+    states_of(corpora(engine.base, tmp_path, engine.server.url, compare_layers=False))
+
+
+def test_a_fine_tune_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
+    made = corpora(tiny_base(), tmp_path, engine.server.url)
+    with torch.no_grad():
+        engine.base.model.model.layers[0].mlp.down_proj.weight.mul_(1.1)
+    refuses("layer 1 of the server", states_of, made)
+
+
 def test_another_checkpoint_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
     other = tiny_base(seed=1)
     made = corpora(other, tmp_path, engine.server.url)
