@@ -23,6 +23,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 TRANSIENT = (408, 409, 429)  # HTTP statuses below 500 that the ``openai`` client retries, as it does all from 500 on
 PROBE_TOKENS = 32
+ALIVE_S = 2.0  # seconds without an answer after which the server is checked
 SHARD_ROWS = 64  # answers per shard; a killed run loses fewer finished answers than this, and all unfinished ones
 RESUMES = "finished answers are kept, and the same command resumes there"
 
@@ -244,10 +245,15 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
 
 
 def as_completed(
-    config: ServerConfig, log: Log, items: Iterable[Item], ask: Callable[[Server, Item], Coroutine[Any, Any, T]]
+    config: ServerConfig,
+    log: Log,
+    items: Iterable[Item],
+    ask: Callable[[Server, Item], Coroutine[Any, Any, T]],
+    check_alive: Callable[[], None],
 ) -> Iterator[T]:
     """Yield ``ask(server, item)`` of all items as they are completed, with ``config.concurrency`` at a time. An error
-    or an interrupt cancels the open requests; it is raised after all finished ones."""
+    or an interrupt cancels the open requests; it is raised after all finished ones. ``check_alive`` is called while
+    requests wait, and raises if the server has ended."""
     waiting = iter(items)
     running = set[asyncio.Task[T]]()
     with asyncio.Runner() as runner:
@@ -258,7 +264,10 @@ def as_completed(
                 running |= {runner.get_loop().create_task(ask(server, item)) for item in free}
                 if not running:
                     return
-                done, running = runner.run(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
+                wait = asyncio.wait(running, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                done, running = runner.run(wait)
+                if not done:
+                    check_alive()
                 for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last
                     yield task.result()
         finally:
@@ -280,6 +289,8 @@ class ServerBackend:
     more: dict[str, Any] = field(default_factory=dict)  # additional fields of requests for a corpus's answers
     on_answer: Callable[[Completion, Answer | None], None] = lambda completion, answer: None
     """Called in a thread after each request, with None for an answer that is not one of the corpus."""
+    check_alive: Callable[[], None] = lambda: None
+    """Raises if the server is known to have ended, so that its requests are not repeated."""
     _recorded: dict[str, Any] | None = None
     _model: tuple[str, bool] | None = None
 
@@ -379,4 +390,4 @@ class ServerBackend:
             await asyncio.to_thread(self.on_answer, completion, parsed if for_corpus else None)
             return parsed
 
-        yield from as_completed(self.config, self.log, prompts, answer)
+        yield from as_completed(self.config, self.log, prompts, answer, self.check_alive)

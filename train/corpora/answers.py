@@ -145,7 +145,8 @@ class AnswerGenerator:
             return {}
         if self.group.rank == 0 and not (self.folder / COMPLETE).exists():
             base.start()
-        return {"more": base.WITH_ANSWER if base.config.keep else {}, "on_answer": base.keep}
+        more = base.WITH_ANSWER if base.config.keep else {}
+        return {"more": more, "on_answer": base.keep, "check_alive": base.check_alive}
 
     @cached_property
     def prompts(self) -> PromptTable:

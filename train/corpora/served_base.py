@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from openai.types import Completion
 from torch import Tensor
 
-from drafthead.data.answers.server import Server, as_completed, check_server
+from drafthead.data.answers.server import RESUMES, Server, as_completed, check_server
 from drafthead.data.answers.store import Answer
 from drafthead.data.batch import NO_DOCUMENT, HiddenStatesSpec, TrainBatch
 from drafthead.data.states.engine_file import BadStatesError, move_engine_file, read_engine_file, remove_engine_file
@@ -63,7 +64,7 @@ class ServedBase(OriginalBase):
         self.config, self.folder, self.display, self._read_layers = config, folder, display, read_layers
         self._server: LocalVllm | None = None
         self._model: str | None = None  # the base's name on the server
-        self._is_checked = False
+        self._is_checked, self._checking = False, Lock()
 
     def _refuse(self) -> BaseModel:
         raise UserError(
@@ -90,6 +91,14 @@ class ServedBase(OriginalBase):
                 self.display.line(f"   {server.command}")
                 server.start()
             self._server = server
+
+    def check_alive(self) -> None:
+        """Raise a ``UserError`` that says why, if the run's own server has ended."""
+        try:
+            if self._server is not None:
+                self._server.check()
+        except UserError as error:
+            raise UserError(f"{error}; {RESUMES}") from None
 
     def close(self) -> None:
         if self._server is not None:
@@ -130,12 +139,7 @@ class ServedBase(OriginalBase):
             what = f"the server at {self.config.url} gave {reason}"
             raise UserError(f"{what}. Start it with `drafthead serve` and this run's recipe; stored states are kept")
 
-        try:
-            yield from as_completed(requests, self.display.line, texts, ask)
-        except UserError:
-            if self._server is not None:
-                self._server.check()  # a server that has ended says why
-            raise
+        yield from as_completed(requests, self.display.line, texts, ask, self.check_alive)
 
     def _path(self, completion: Completion) -> Path:
         """Return the file that an answer names; only files of the agreed folder are read, and removed."""
@@ -198,9 +202,10 @@ class ServedBase(OriginalBase):
 
     def check_once(self, texts: Sequence[Text]) -> None:
         """Check some of the first texts that are asked for without being stored."""
-        if not self._is_checked:
-            self.check(texts[:CHECKED])
-            self._is_checked = True
+        with self._checking:  # rows are read by several threads
+            if not self._is_checked:
+                self.check(texts[:CHECKED])
+                self._is_checked = True
 
     @torch.no_grad()
     def check(self, texts: Sequence[Text]) -> None:

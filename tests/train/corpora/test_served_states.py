@@ -17,6 +17,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import pack
 from drafthead.data.text.sources import SourceConfig
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora import served_base
 from drafthead.train.corpora.corpora import Corpora
@@ -95,13 +96,6 @@ def test_a_middle_layer_of_another_number_is_noticed(engine: StandIn, tmp_path: 
     engine.layers = (0, 2)
     refuses("layer 1 of the server at .* is not that of", states_of, corpora(engine.base, tmp_path, engine.server.url))
     states_of(corpora(engine.base, tmp_path, engine.server.url, compare_layers=False))
-
-
-def test_a_fine_tune_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
-    made = corpora(tiny_base(), tmp_path, engine.server.url)
-    with torch.no_grad():
-        engine.base.model.model.layers[0].mlp.down_proj.weight.mul_(1.1)
-    refuses("layer 1 of the server", states_of, made)
 
 
 def test_another_checkpoint_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -227,6 +221,19 @@ class Started:
 
     def close(self) -> None:
         self.running = False
+
+    def check(self) -> None:
+        raise UserError("vLLM ended (signal 9, SIGKILL)")
+
+
+@pytest.mark.parametrize("what", [answer_states, states_of])
+def test_requests_to_a_server_that_has_ended_are_not_repeated(
+    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Callable[[Corpora], Any]
+) -> None:
+    monkeypatch.setattr(served_base, "states_server", lambda *arguments: Started())
+    monkeypatch.setattr("drafthead.data.answers.server.ALIVE_S", 0.2)
+    engine.server.fault = lambda number, body: "slow" if number > 6 else None
+    refuses("SIGKILL.; finished answers are kept", what, corpora(engine.base, tmp_path, engine.server.url, serve=True))
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
