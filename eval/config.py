@@ -71,6 +71,9 @@ class LoadConfig:
     """Number of rounds. Each one starts every server once."""
     temperature: Temperature = 0.0
     """Temperature of these answers."""
+    fit_length: bool = True
+    """Let drafthead's code in vLLM draft only as far as it pays, as `drafthead serve` does. With false, every step
+    drafts as far as it can."""
 
 
 @settings(kw_only=True)

@@ -50,7 +50,9 @@ def measure_load(
                 continue
             with ExitStack() as stack:
                 most = max(load.requests)
-                start = EngineStart(stack, ENGINE, config.engine, base, published, method, drafts, requests=most)
+                start = EngineStart(
+                    stack, ENGINE, config.engine, base, published, method, drafts, most, load.fit_length
+                )
                 server = start.server(name.removeprefix(ENGINE))
                 if not isinstance(server, VllmServer):  # no address
                     continue

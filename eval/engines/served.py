@@ -223,6 +223,7 @@ class EngineStart:
     method: str  # the engine's name for the head's drafting method, or PROPOSER
     drafts: int
     requests: int = 1  # that are answered at once
+    fit_length: bool = False  # drafthead's code drafts only as far as it pays
 
     def __post_init__(self) -> None:
         self.head = self.published.parent / PROPOSER  # the head itself, if drafthead's code drafts with it
@@ -281,7 +282,8 @@ class EngineStart:
         if spec in OWN_METHODS:
             arguments += ["--speculative-config", json.dumps({"method": spec, "num_speculative_tokens": self.drafts})]
         elif variant != PLAIN and (spec or self.method == PROPOSER):
-            more = {"drafter": spec} if spec else {}
+            more: dict[str, object] = {"drafter": spec} if spec else {}
+            more |= {"fit_length": True} if self.fit_length else {}
             added, of_proposer = proposer_arguments(str(self.head.resolve()), self.drafts_of(variant), **more)
             arguments, variables = arguments + added, variables | of_proposer
         elif variant != PLAIN:
