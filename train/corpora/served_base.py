@@ -64,7 +64,7 @@ class ServedBase(OriginalBase):
         self.config, self.folder, self.display, self._read_layers = config, folder, display, read_layers
         self._server: LocalVllm | None = None
         self._model: str | None = None  # the base's name on the server
-        self._is_checked, self._checking = False, Lock()
+        self._is_checked, self._is_compared, self._checking = False, False, Lock()
 
     def _refuse(self) -> BaseModel:
         raise UserError(
@@ -218,18 +218,21 @@ class ServedBase(OriginalBase):
             expected = logits.argmax(-1).tolist()
             pairs = [(a, b) for a, b in zip(expected, _likeliest(answer)[1:], strict=False) if b is not None]
             same, count = same + sum(a == b for a, b in pairs), count + len(pairs)
-            found.append(states[:MOST_COMPARED])
+            found.append(states)
         if same < SAME_TOKENS * count:
             what = f"at {100 * same / count:.0f} % of {count} positions the last layer that the server at"
             raise UserError(
                 f"{what} {self.config.url} writes predicts what it answers; serve the base itself, and all layers"
             )
-        if self.config.compare_layers:
-            self._compare_layers(found)
+        self.compare_layers(found)
 
-    def _compare_layers(self, texts: Sequence[Tensor]) -> None:
+    def compare_layers(self, texts: Sequence[Tensor]) -> None:
         """Compare every layer in ``texts`` [T, n, D] with what stock transformers computes of the layer before it in
-        the file. This reads the base's checkpoint once."""
+        the file, once. This reads the base's checkpoint."""
+        if not texts or self._is_compared or not self.config.compare_layers:
+            return
+        self._is_compared = True
+        texts = [states[:MOST_COMPARED] for states in texts]
         with self.display.stage(f"{len(self.layers) - 1} layers from the server, compared with {self.parts.name}"):
             for number, (before, layer) in enumerate(pairwise(self.layers)):
                 try:

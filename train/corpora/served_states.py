@@ -3,8 +3,9 @@
 Shape legend: T tokens, n layers, L layers that the head reads, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -45,14 +46,22 @@ class ServedStates(StatesOfDocuments):
         read = ReadStates(self.documents, self.spec, self.base, self.with_final)
         ours = missing[self.group.rank :: self.group.size]
         label, done, absent = f"hidden states of {self.label}, from the server", 0, list[Text]()
-        for number in ours:
-            text = read.text(number)
-            if (states := self.base.kept(text[1])) is None:
-                absent.append(text)
-            else:
-                self._store(number, read.chosen(states), lacks_last=True)
-                done += 1
-                self.display.progress(label, done, len(ours))
+
+        def arrived() -> Iterator[tuple[int, Tensor]]:
+            for number in ours:
+                text = read.text(number)
+                if (states := self.base.kept(text[1])) is None:
+                    absent.append(text)
+                else:
+                    yield number, states
+
+        found = arrived()
+        first = list(islice(found, CHECKED))
+        self.base.compare_layers([states[:-1] for _, states in first])
+        for number, states in chain(first, found):
+            self._store(number, read.chosen(states), lacks_last=True)
+            done += 1
+            self.display.progress(label, done, len(ours))
         if self.group.rank == 0 and absent:
             self.base.start()
         self.group.wait()

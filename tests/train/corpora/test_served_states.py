@@ -96,6 +96,8 @@ def test_a_middle_layer_of_another_number_is_noticed(engine: StandIn, tmp_path: 
     engine.layers = (0, 2)
     refuses("layer 1 of the server at .* is not that of", states_of, corpora(engine.base, tmp_path, engine.server.url))
     states_of(corpora(engine.base, tmp_path, engine.server.url, compare_layers=False))
+    made = corpora(engine.base, tmp_path, engine.server.url)
+    refuses("layer 1 of the server at .* is not that of", answer_states, made)  # whose states arrived with the answers
 
 
 def test_another_checkpoint_behind_the_name_is_noticed(engine: StandIn, tiny_base: TinyBase, tmp_path: Path) -> None:
