@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 RUNNER = Path(__file__).with_name("runner.py")
+ELSEWHERE = "See root cause above"  # of vLLM, after the lines that say it
 NOISE = ("WARNING", "INFO", "DEBUG", "Traceback", "^")
 
 
@@ -57,6 +58,7 @@ class EngineProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]
+        telling = [line for line in telling if ELSEWHERE not in line] or telling
         candidates = [line for line in telling or lines if not line.lstrip("( ").startswith(NOISE)]
         return f": {candidates[-1][-300:]}" if candidates else ""
 
