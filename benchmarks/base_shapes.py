@@ -73,12 +73,25 @@ PLAIN = (
     "llama ministral3 qwen2 qwen3 gemma smollm3 glm glm4 stablelm nemotron olmo olmo2 helium seed_oss ernie4_5 apertus "
     "arcee bitnet diffllama doge internlm3 jais2 nanochat iquestcoder gpt_neox phi persimmon biogpt"
 ).split()
-RECURRENT = "bamba falcon_h1 falcon_mamba lfm2 mamba nemotron_h qwen3_5_text olmo_hybrid recurrent_gemma".split()
+CONV, LINEAR = {"layer_types": ["conv", FULL, "conv", "conv"]}, {"layer_types": ["linear_attention", FULL] * 2}
+DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    **{"linear_num_heads": 4, "linear_head_dim": 8},
+}
+MAMBA2: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16},
+    **{"attn_layer_indices": [1], "mamba_d_ssm": 128},
+}
+NEMOTRON_H: dict[str, Any] = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
+    **{"moe_shared_expert_intermediate_size": 32, "layer_types": ["linear_attention", "moe", FULL, "linear_attention"]},
+}
+RECURRENT = "falcon_mamba mamba recurrent_gemma".split()
 OF_EXPERTS = (
     "qwen2_moe qwen3_moe olmoe flex_olmo glm4_moe ernie4_5_moe hy_v3 laguna mellum minimax_m2 solar_open "
-    "deepseek_v4 jamba minimax qwen3_next"
+    "deepseek_v4 jamba minimax"
 ).split()
-LATENT_EXPERTS = "deepseek_v2 deepseek_v3 glm4_moe_lite axk1 kimi_linear".split()
+LATENT_EXPERTS = "deepseek_v2 deepseek_v3 glm4_moe_lite axk1".split()
 WITH_WINDOWS: dict[str, dict[str, Any]] = {
     **{"olmo3": {}, "exaone4": {}, "gemma3_text": {"query_pre_attn_scalar": 16}},
     **{"cohere2": {"logit_scale": 0.25}, "granite_swa": {"logits_scaling": 8.0}},
@@ -203,10 +216,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape(name, EXPERTS, LATENT, INDEXED) for name in ("deepseek_v32", "glm_moe_dsa")},
     "minimax_attention": shape("minimax", EXPERTS, layer_types=[FULL] * 4),
     # Recurrent
-    "granitemoehybrid": shape("granitemoehybrid", EXPERTS, layer_types=["mamba", "attention"] * 2),
+    "lfm2": shape("lfm2", CONV, block_multiple_of=32),
+    "lfm2_moe": shape("lfm2_moe", EXPERTS, CONV, num_dense_layers=1),
+    "lfm3": shape("lfm3", layer_types=["conv", SLIDING, "conv", FULL], sliding_window=32),
+    "qwen3_5_text": shape("qwen3_5_text", DELTA, LINEAR),
+    "qwen3_5": composite("qwen3_5", shape("qwen3_5_text", DELTA, LINEAR)),
+    "qwen3_5_moe": composite("qwen3_5_moe", shape("qwen3_5_moe_text", DELTA, EXPERTS, LINEAR)),
+    "qwen3_next": shape("qwen3_next", DELTA, EXPERTS, LINEAR),
+    "olmo_hybrid": shape("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, LINEAR),
+    "kimi_linear": shape("kimi_linear", DELTA, EXPERTS, LATENT, LINEAR),
+    "bailing_hybrid": shape("bailing_hybrid", EXPERTS, LATENT, LINEAR),
+    "bamba": shape("bamba", MAMBA2),
+    "granitemoehybrid": shape("granitemoehybrid", MAMBA2, EXPERTS, GRANITE, LINEAR, shared_intermediate_size=32),
+    "granitemoehybrid_dense": shape("granitemoehybrid", MAMBA2, LINEAR, num_local_experts=0),
+    "nemotron_h": shape("nemotron_h", EXPERTS, NEMOTRON_H),
+    "falcon_h1": shape("falcon_h1", MAMBA2),
+    "falcon_h1_norm": shape("falcon_h1", MAMBA2, mamba_rms_norm=True),
+    "zamba2": shape("zamba2", MAMBA2, layers_block_type=["linear_attention", "hybrid"] * 2, mamba_ngroups=2),
     "mamba2": shape("mamba2", num_heads=8, expand=2),
-    "qwen3_5": composite("qwen3_5", shape("qwen3_5_text")),
-    "qwen3_5_moe": composite("qwen3_5_moe", shape("qwen3_5_moe_text", EXPERTS)),
     "rwkv": shape("rwkv", attention_hidden_size=64),
     "xlstm": shape("xlstm", num_heads=4),
     "zaya": shape("zaya", EXPERTS, num_experts_per_tok=1),
@@ -229,6 +256,9 @@ AFTER: dict[str, str] = {
     **{"seed_oss": "Seed-OSS-36B", "smollm3": "SmolLM3-3B", "starcoder2_wide": "starcoder2-15b"},
     **{"minimax_m2": "MiniMax-M2", "ernie4_5_moe": "ERNIE-4.5-300B-A47B", "hunyuan_moe": "Hunyuan-A13B"},
     **{"nemotron": "Minitron-8B", "glm4v_moe": "GLM-4.5V", "qwen3_next": "Qwen3-Next-80B-A3B"},
+    **{"lfm2": "LFM2-2.6B", "lfm2_moe": "LFM2-8B-A1B", "qwen3_5_text": "Qwen3.5-27B", "bamba": "Bamba-9B-v2"},
+    **{"kimi_linear": "Kimi-Linear-48B-A3B", "granitemoehybrid": "granite-4.0-h-small", "falcon_h1": "Falcon-H1-34B"},
+    **{"nemotron_h": "Nemotron-H-56B"},
     **{"gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
 }
 """The largest known checkpoint on the Hub with the configuration's kinds of layers."""

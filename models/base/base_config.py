@@ -25,7 +25,7 @@ from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_sha
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like, of_first_layers
 from drafthead.models.base.text_model import LOAD_ERRORS, check_lengths, text_config
-from drafthead.models.base.windows import FULL, SIZES
+from drafthead.models.base.windows import FULL, SIZES, recurrent_kinds
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import other_base
 from drafthead.settings.schema import Seed, settings
@@ -37,8 +37,6 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget")
 """Chat template variables that are loaded from a saved head. Others, such as ``tools``, may name a file."""
 ADAPTER = "adapter"  # folder of the base's adapter in a saved head
-RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
-"""Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))  # layer types that keep nothing between tokens
 PARAMETERS_PER_BYTE = 8
 """Most parameters that a base's config may describe per byte of its weights. GGUF's smallest type has 5."""
@@ -227,20 +225,20 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse models whose output drafts could change, such as recurrent ones, and a ``max_context`` above the limit."""
+    """Refuse models whose output drafts could change, and a ``max_context`` above the limit."""
     kind = config.model_type
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(kinds - {FULL, *SIZES} - FEED_FORWARD)
-    recurrent = [t for t in unknown if any(name in t for name in RECURRENT)]
-    heads = getattr(config, "num_attention_heads", None)
+    recurrent = recurrent_kinds(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} models have an encoder; choose a decoder-only base")
-    if recurrent or heads is None:
-        what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
-        given = f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; choose a base"
-        raise UserError(f"{given} whose layers all have attention (docs/reference/bases.md lists families)")
-    if unknown:
+    if getattr(config, "num_attention_heads", None) is None:
+        raise UserError(f"{kind} models have no self-attention over a key/value cache; {other_base()}")
+    if recurrent and not text_model.followed_modules(config, recurrent):
+        what = f"layers of type {recurrent}, whose state drafthead cannot compute over a tree of drafts"
+        raise UserError(f"{kind} models have {what}; {other_base()}")
+    if unknown := [name for name in unknown if name not in recurrent]:
         raise UserError(f"{kind} models have layers of unknown type {unknown}; {other_base()}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         given = f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change"

@@ -3,9 +3,9 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_shards, load_weights
+from drafthead.models.base.documents import read_by_document
 from drafthead.models.base.fingerprint import fingerprint
-from drafthead.models.base.parity import DENSE, PASSED, StockResults, check_against_stock, check_key, measured_shapes
+from drafthead.models.base.parity import DENSE, PASSED, StockResults, check_against_stock, check_key, measured_shape
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.structure import capture_hidden_states, last_layers
-from drafthead.models.base.text_model import build
-from drafthead.models.base.windows import Masks, windows_of
+from drafthead.models.base.text_model import build, followed_modules
+from drafthead.models.base.windows import Masks, recurrent_kinds, windows_of
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
@@ -31,6 +32,7 @@ from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, can_prepack, prepack_linears
 from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.kernels.private_apis import CACHE
+from drafthead.models.kernels.recurrence import follow_trees
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from drafthead.system.devices import device_of, synchronise
 
@@ -67,11 +69,17 @@ class BaseModel(BaseParts):
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
+        self.recurrent = recurrent_kinds(settings)
+        """Layer types with a recurrent state."""
+        if self.recurrent:
+            self._follow_trees()
         self.stock_results: StockResults | None = None
         """Results of the stock modules, until :func:`check_against_stock` has compared them."""
-        if self.device.type != "meta":
+        if self.device.type == "meta":
+            self.cache_shape = measured_shape(self) if self.recurrent else self.cache_shape
+        else:
             self.fingerprint = fingerprint(model)
-            self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
+            self.cache_shape = measured_shape(self)
             self.stock_results = stock = StockResults.of(self)
             self.lm_head = self.scaled_head(stock.logits[:1], stock.final)
         self.lock = RLock()
@@ -82,6 +90,18 @@ class BaseModel(BaseParts):
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
         self._static: StaticModel | None = None
+
+    def _follow_trees(self) -> None:
+        """Make the functions of recurrent layers follow token trees; refuse settings with which they cannot."""
+        kind = self.model.config.model_type
+        if getattr(self.model, "use_kernels", False):
+            what = f"use_kernels=True may replace whole recurrent layers of {kind}, which drafthead then cannot follow"
+            raise UserError(f"{what}; load the model without it")
+        if self.config.graphs == "always":
+            raise UserError(f"the recurrent layers of {kind} have no passes of fixed shapes; set base.graphs=auto")
+        self.uses_graphs = False
+        for module in followed_modules(self.model.config, self.recurrent):
+            follow_trees(module)
 
     @classmethod
     def load(
@@ -162,7 +182,8 @@ class BaseModel(BaseParts):
             cache.commit(counts)
             return HiddenStates(final=final)
         mask = None  # causal attention, which needs no mask in the first pass and for single tokens
-        cache.begin(new, committed=True)
+        committed = counts is None or min(counts) == new
+        cache.begin(new, committed, None if committed else TokenTree.chain(new - 1).shape_on(self.device))
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         if cache.rows > 1 or (cache.length and new > 1):
             mask = cache.mask(causal_mask(new, self.device)[None], self.dtype)
@@ -237,11 +258,25 @@ class BaseModel(BaseParts):
         if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
             what = f"a document of {last + 1} tokens exceeds the context of {self.max_context}"
             raise UserError(f"{what}; lower phases.*.seq_len")
+        final, states = self.run_packed(self.model, batch, spec.layers)
+        return _hidden_states(final, states, spec)
+
+    def run_packed(self, model: Any, batch: TrainBatch, layers: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run packed rows through ``model``, this base's or a trainable copy; return the final hidden states [B, T, D]
+        and the outputs of ``layers``."""
+
+        def run(ids: Tensor, positions: Tensor, document_ids: Tensor) -> list[Tensor]:
+            masks = self.packed_masks(PackedMask.of(document_ids, self.device))
+            with capture_hidden_states(model, layers) as states:
+                out = model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
+            return [out.last_hidden_state, *(states[layer] for layer in layers)]
+
         ids, positions = (x.to(self.device, non_blocking=True) for x in (batch.input_ids, batch.position_ids))
-        masks = self.packed_masks(PackedMask.of(batch.document_ids, self.device))
-        with capture_hidden_states(self.model, spec.layers) as states:
-            out = self.model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
-        return _hidden_states(out.last_hidden_state, states, spec)
+        if self.recurrent:
+            final, *states = read_by_document(run, ids, positions, batch.document_ids)
+        else:
+            final, *states = run(ids, positions, batch.document_ids)
+        return final, dict(zip(layers, states, strict=True))
 
     def packed_masks(self, mask: PackedMask) -> Masks:
         """Return the decoder's mask argument for packed rows."""
@@ -250,7 +285,7 @@ class BaseModel(BaseParts):
             return masks
         if isinstance(masks, PackedMask):
             return masks.dense(self.dtype)
-        return {kind: packed.dense(self.dtype) for kind, packed in masks.items()}
+        return {kind: packed and packed.dense(self.dtype) for kind, packed in masks.items()}
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.

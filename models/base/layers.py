@@ -45,8 +45,9 @@ def first_layers(base: BaseModel, count: int) -> BaseModel:
 
 
 def reading_copy(base: BaseModel) -> BaseModel:
-    """Return ``base``, or a view with bfloat16 copies of its layers if they are measured to be faster on this CPU."""
-    if base.kernels is None or not base.kernels.bfloat16_reads:
+    """Return ``base``, or a view with bfloat16 copies of its layers if they are measured to be faster on this CPU. The
+    weights of recurrences must stay float32."""
+    if base.kernels is None or not base.kernels.bfloat16_reads or base.recurrent:
         return base
     layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]
     return with_layers(base, nn.ModuleList(layers))

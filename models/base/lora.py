@@ -24,7 +24,6 @@ from drafthead.models.base.fingerprint import fingerprint
 from drafthead.models.base.layers import with_layers
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.kernels.fused import fresh_copy
-from drafthead.models.kernels.packed import PackedMask
 
 LM_HEAD = "lm_head"
 NAME = "default"  # of the adapter in peft
@@ -71,15 +70,7 @@ class LoraBase:
 
     def hidden_states(self, batch: TrainBatch) -> Tensor:
         """Return hidden states [B, T, D] after the final norm, with gradients; tokens see their own document only."""
-        device = self.base.device
-        out = self.model.model(
-            input_ids=batch.input_ids.to(device, non_blocking=True),
-            position_ids=batch.position_ids.to(device, non_blocking=True),
-            attention_mask=self.base.packed_masks(PackedMask.of(batch.document_ids, device)),
-            use_cache=False,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return self.base.run_packed(self.model, batch)[0]
 
     @property
     def adapts_head(self) -> bool:

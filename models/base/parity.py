@@ -10,6 +10,7 @@ Shape legend: R rows, T tokens, N tree nodes, D width, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from transformers import DynamicCache, PreTrainedConfig
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError, one_line
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.windows import shortened, windows_of
+from drafthead.models.base.windows import recurrent_kinds, shortened, windows_of
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import LayerShape, shape_of
+from drafthead.models.cache.layers import CacheShape, shape_of
+from drafthead.models.cache.recurrent import recurrent_shape_of
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree
@@ -34,6 +36,8 @@ TOLERANCE = {torch.float32: 1e-3}  # largest accepted relative error; wrong mask
 HALF_TOLERANCE = 0.25
 """Largest accepted relative error in 16-bit dtypes. With random weights, rounding makes passes over different numbers
 of tokens differ by about 0.1."""
+KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
+"""Packages whose kernels for recurrent layers transformers uses if they are installed."""
 READING, DENSE = "reading", "dense masks of packed rows"
 PASSED: set[tuple[str, ...]] = set()
 Base = Any  # a ``BaseModel``, whose module imports this one
@@ -93,15 +97,20 @@ def stock_pass(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return logits, states[0]
 
 
-def measured_shapes(base: Base) -> tuple[LayerShape | None, ...]:
-    """Return the shape of each layer's cache, by running one token; None: a layer without one."""
-    cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
-    with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
-        base.model.model(input_ids=one, position_ids=one - 3, use_cache=True, **{CACHE: cache})
+def measured_shape(base: Base) -> CacheShape:
+    """Return the shape of the base's cache, by running one token."""
+    config, one = base.model.config, torch.full((1, 1), 3, device=base.device)
+    recurrent = bool(recurrent_kinds(config))
+    cache = DynamicCache(config=config) if recurrent else DynamicCache()
+    with in_one_line(config, "cannot be run over a plain key/value cache"), torch.inference_mode():
+        base.model.model(input_ids=one, position_ids=one * 0, use_cache=True, **{CACHE: cache})
         written = [shape_of(layer) for layer in cache.layers]
+        states = [recurrent_shape_of(*pair) for pair in zip(cache.layers, base.model.model.layers, strict=False)]
     if not any(written):
-        raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; {other_base()}")
-    return (*written, *[None] * (base.num_layers - len(written)))
+        raise UserError(f"{config.model_type} writes no keys and values into its cache; {other_base()}")
+    missing = [None] * (base.num_layers - len(written))
+    shape: CacheShape = replace(base.cache_shape, layers=(*written, *missing))
+    return replace(shape, states=(*states, *missing)) if any(states) else shape
 
 
 def logit_scale(config: PreTrainedConfig, head: LMHead, product: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
@@ -136,7 +145,11 @@ def check_against_stock(base: Base) -> None:
             for what, logits, stock in _readings(base, results):
                 if (error := relative_error(dtype, logits, stock)) > tolerance(dtype):
                     given = f"the logits of {kind} run {what} differ from stock transformers by {error:.1%}"
-                    raise UserError(f"{given} of the largest one, so drafts would change the output; {other_base()}")
+                    given = f"{given} of the largest one, so drafts would change the output"
+                    packages = [name for name in KERNEL_PACKAGES if find_spec(name)] if base.recurrent else []
+                    if packages:
+                        given = f"{given} (transformers reads prompts with the kernels of {', '.join(packages)})"
+                    raise UserError(f"{given}; {other_base()}")
     finally:
         base.windows = windows
     PASSED.add(check_key(base, READING))
@@ -183,6 +196,8 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
     first_path = [0, 1, 3]
     yield "as a tree in a batch", logits[1:, first_path], stock[2:, short : short + 3]
 
+    if base.recurrent:
+        yield from _recurrent_readings(base, results, nodes, of_nodes, rows)
     first, second = PREFIX - 3, LENGTH - 3
     expected = torch.cat([stock[0, :first], stock[2, :second]])[None]
     documents, dtype = (tokens[0, :first], tokens[2, :second]), base.rounding_dtype
@@ -197,6 +212,23 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
         PASSED.add(check_key(base, DENSE))
         logits = _packed(base, *documents)
     yield "as packed documents", logits, expected
+
+
+def _recurrent_readings(
+    base: Base, results: StockResults, nodes: Tensor, of_nodes: Tensor, rows: TreeCache
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Run passes in which only recurrent layers can differ: after commits of paths of unequal lengths, of which
+    ``rows`` has the trees, and over a tree that is read in two passes."""
+    tokens, stock, short = results.tokens, results.logits, PREFIX // 2
+    rows.commit_path(torch.tensor([[0, 2, 4], [0, 0, 0]], device=base.device), [3, 1])
+    following = torch.stack([tokens[1, LENGTH - 1 :], tokens[2, short + 1 : short + 2]])
+    expected = torch.stack([stock[1, LENGTH - 1 :], stock[2, short + 1 : short + 2]])
+    yield "after trees in a batch", base.logits(base.forward(following, rows).final), expected
+    cache, shape = TreeCache.empty(base.cache_shape, LENGTH + len(TREE)), TREE.shape_on(base.device)
+    base.forward(tokens[:1, :PREFIX], cache)
+    parts = [(nodes[None, :1], TokenTree.chain(0).shape_on(base.device)), (nodes[None, 1:], shape)]
+    logits = [base.verify_logits(*part, cache)[1] for part in parts]
+    yield "as a tree in two passes", torch.cat(logits, 1), of_nodes[None]
 
 
 def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:

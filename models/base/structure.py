@@ -27,7 +27,7 @@ OWN_NAMES = {
         ("bamba", "falcon_h1", "jamba", "persimmon", "zamba2"),
         {"model": "model", "layers": "layers", "norm": "final_layernorm"},
     ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"model": "model", "layers": "layers", "norm": "embedding_norm"}),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), {"model": "model", "layers": "layers", "norm": "embedding_norm"}),
     "nemotron_h": {"model": "model", "layers": "layers", "norm": "norm_f"},
 }
 """Model type -> {Llama's name of a module: the family's name}."""
@@ -140,15 +140,24 @@ def decoder_over(
     if len(cache_shape.layers) != count:
         what = f"a layer of {config.model_type} has several attentions"
         raise UserError(f"{what}, so some layers cannot be run alone; {OTHER_HEAD}")
+    kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = len(sources)
-    if kinds := getattr(config, "layer_types", None):
-        config.layer_types = [kinds[source] for source in sources]
+    if kinds:
+        _set_layer_types(config, [kinds[source] for source in sources])
     decoder = shallow_copy(model.model)
     set_part(decoder, "layers", layers)
     decoder.config = config
     if norm is not None:
         set_part(decoder, "norm", norm)
     return decoder
+
+
+def _set_layer_types(config: Any, kinds: list[str]) -> None:
+    name = config.attribute_map.get("layer_types", "layer_types")
+    if isinstance(getattr(type(config), name, None), property):  # Bamba and Jamba compute them from other settings
+        config.__class__ = type(type(config).__name__, (type(config),), {name: kinds})
+    else:
+        config.layer_types = kinds
 
 
 class _NoPositions(nn.Module):

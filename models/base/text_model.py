@@ -4,9 +4,11 @@ Shape legend: B rows, T tokens, V vocabulary.
 """
 
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
@@ -20,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.errors import UserError
 from drafthead.models.kernels.private_apis import CACHE, other_base
+from drafthead.models.kernels.recurrence import can_follow
 
 LOAD_ERRORS = (
     *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
@@ -84,6 +87,12 @@ def text_class(config: PreTrainedConfig) -> Any:
     if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
         raise UserError(f"{inner.model_type} has no text decoder that can be used alone; {other_base()}")
     return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
+
+
+def followed_modules(config: PreTrainedConfig, kinds: Collection[str]) -> list[ModuleType]:
+    """Return the modules of a config's classes whose functions for recurrent layer types ``kinds`` are known."""
+    modules = dict.fromkeys(sys.modules[each.__module__] for each in text_class(config).__mro__)
+    return [module for module in modules if can_follow(module, kinds)]
 
 
 def inner_names(config: PreTrainedConfig) -> dict[str, str] | None:

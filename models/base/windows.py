@@ -23,6 +23,8 @@ Masks = Tensor | PackedMask | dict[str, Any] | None
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types with a window -> config keys of its size."""
 FULL = "full_attention"
+RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
+"""Name fragments of layer types with a recurrent state, beside keys and values (``hybrid``) or instead of them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Windows:
 
     by_kind: dict[str, Window | None]
     """Layer type -> window; None: full attention, or a window that covers the longest context."""
+    recurrent: tuple[str, ...]  # layer types whose mask is None, because it would hide padding from their state
     single: bool  # all layers are alike (no ``layer_types``), and the decoder expects one mask
     by_layer: tuple[int, ...]  # number of positions that each layer sees; 0 means all
 
@@ -78,17 +81,23 @@ class Windows:
                 seen &= window_keys[:, None] <= queries[:, :, None]
                 within = torch.zeros((), dtype=dtype, device=seen.device)
             masks[kind] = within.masked_fill(~seen[:, None], -torch.inf)
-        return next(iter(masks.values())) if self.single else masks
+        return next(iter(masks.values())) if self.single else masks | dict.fromkeys(self.recurrent)
 
-    def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
+    def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask | None]:
         """Return the ``masks`` for packed rows."""
         kinds = self.by_kind.items()
         masks = {kind: mask if window is None else mask.within(window.size, window.chunked) for kind, window in kinds}
-        return next(iter(masks.values())) if self.single else masks
+        return next(iter(masks.values())) if self.single else masks | dict.fromkeys(self.recurrent)
 
     def alike(self, mask: Tensor | None) -> Masks:
         """Return one mask for all layer types, for contexts up to ``smallest``."""
-        return mask if self.single else dict.fromkeys(self.by_kind, mask)
+        return mask if self.single else dict.fromkeys(self.by_kind, mask) | dict.fromkeys(self.recurrent)
+
+
+def recurrent_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the layer types of a config that have a recurrent state."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    return [kind for kind in kinds if kind not in SIZES and any(name in kind for name in RECURRENT)]
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
@@ -97,17 +106,19 @@ def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]
     by_kind: dict[str, Window | None] = {} if single else {FULL: None}
+    recurrent = tuple(recurrent_kinds(config))
     for kind in kinds:
         size = getattr(config, SIZES[kind], None) if kind in SIZES else None
         # With size 1, stock caches and stock masks disagree on the positions; with 0, stock modules fail.
         if kind in SIZES and (not isinstance(size, int) or size < 2):
             what = f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}, which must be at least 2"
             raise UserError(f"{what}; correct its config")
-        by_kind[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
+        if kind not in recurrent:
+            by_kind[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
     if not any(by_kind.values()):
         return None
-    windows = [by_kind[kind] for kind in kinds] * (config.num_hidden_layers if single else 1)
-    return Windows(by_kind, single, tuple(0 if window is None else window.size for window in windows))
+    windows = [by_kind.get(kind) for kind in kinds] * (config.num_hidden_layers if single else 1)
+    return Windows(by_kind, recurrent, single, tuple(0 if window is None else window.size for window in windows))
 
 
 @contextmanager

@@ -17,12 +17,15 @@ Shape legend: B rows, H key/value heads, T new tokens, P pending and new nodes o
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.cache.layers import CacheShape, FullLayers, Layers, Pass, Row, SlidingLayers
+from drafthead.models.cache.recurrent import RecurrentLayers
+from drafthead.models.kernels.recurrence import TreeState
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import on_device
 
@@ -45,7 +48,8 @@ class TreeCache:
     def _use(self, kinds: list[Layers]) -> None:
         self.kinds = kinds
         self._sliding = next((kind for kind in kinds if isinstance(kind, SlidingLayers)), None)
-        self.layers = [place and (kinds[place[0]], place[1]) for place in self.shape.places]
+        parts = [place and (kinds[place[0]], place[1]) for place in self.shape.places]
+        self.layers, self._states = parts[: len(self.shape.layers)], parts[len(self.shape.layers) :]
 
     @classmethod
     def empty(cls, shape: CacheShape, capacity: int, rows: int = 1) -> "TreeCache":
@@ -185,7 +189,8 @@ class TreeCache:
         a cache of the same model that stores all positions in every layer (made without ``nodes``)."""
         start = self.length
         self.begin(other.length - start, committed=True)
-        for layer, source in zip(self.layers, other.layers, strict=True):
+        pairs = zip((*self.layers, *self._states), (*other.layers, *other._states), strict=True)
+        for layer, source in pairs:
             if layer is not None and source is not None:
                 layer[0].append(layer[1], *source, start, other.length)
         self.commit()
@@ -212,8 +217,9 @@ class TreeCache:
         """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths. It
         never drops positions of sliding windows, because a drop would move the other positions in all layers."""
         rows = [replace(row) for row in self._rows]
-        shape = replace(self.shape, layers=self.shape.layers[:count])
-        numbers = [sum(place[0] == n for place in shape.places if place) for n in range(len(self.kinds))]
+        shape = replace(self.shape, layers=self.shape.layers[:count], states=self.shape.states[:count])
+        layers = [*self.layers[:count], *self._states[:count]]
+        numbers = [sum(layer[0] is kind for layer in layers if layer) for kind in self.kinds]
         kinds = [kind.first(number, rows) for kind, number in zip(self.kinds, numbers, strict=True) if number]
         return TreeCache(shape, kinds, rows, capacity=self.capacity, skipped=self.skipped)
 
@@ -234,6 +240,29 @@ class TreeCache:
         self.capacity = capacity
 
     # transformers' names ----------------------------------------------------------------------------------------
+
+    def _recurrent(self, layer_idx: int) -> tuple[RecurrentLayers, int]:
+        layer = self._states[layer_idx]
+        assert layer is not None and isinstance(layer[0], RecurrentLayers)
+        return layer[0], layer[1]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that layers take their code for texts, which leaves the inputs of a convolution to us."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Any:
+        kind, number = self._recurrent(layer_idx)
+        return kind.update(number, conv_states)[0]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | TreeState | None:
+        kind, number = self._recurrent(layer_idx)
+        return kind.state(number)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        kind, number = self._recurrent(layer_idx)
+        kind.set_state(number, recurrent_states)
+        return recurrent_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

@@ -2,9 +2,8 @@
 positions and asks them.
 
 A cache has one ``Layers`` object for all of its layers of a kind. Attention keeps keys and values: of every position
-(``FullLayers``), or of the latest ones (``SlidingLayers``). Another kind needs a ``LayerShape`` and a ``Layers``. A
-kind with a recurrent state would keep the committed state of each row and the factors of its pending nodes, and compute
-the state of the accepted node in ``commit``.
+(``FullLayers``), or of the latest ones (``SlidingLayers``). Recurrent layers (``recurrent.py``) keep one state per row.
+Another kind needs a ``LayerShape`` and a ``Layers``.
 
 The keys of layers with equal sizes are one tensor (a stack), and so are their values, so a commit takes one copy per
 stack. Several rows are written by index tensors, because their lengths differ; a single row is written by slices.
@@ -152,7 +151,9 @@ class KeyValueShape(LayerShape):
 class CacheShape:
     """Number, shapes, dtype and device of the layers that a cache holds."""
 
-    layers: tuple[LayerShape | None, ...]  # None: a layer without a cache
+    layers: tuple[LayerShape | None, ...]  # keys and values by layer; None: a layer without
+    states: tuple[LayerShape | None, ...] = ()
+    """Recurrent states by layer, in addition to keys and values; empty if no layer has one."""
     dtype: torch.dtype
     device: torch.device
 
@@ -174,15 +175,16 @@ class CacheShape:
     @cached_property
     def _kinds(self) -> dict[object, list[LayerShape]]:
         kinds: dict[object, list[LayerShape]] = {}
-        for shape in filter(None, self.layers):
+        for shape in filter(None, (*self.layers, *self.states)):
             kinds.setdefault(shape.kind, []).append(shape)
         return kinds
 
     @cached_property
     def places(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each layer, the index of its kind's ``Layers`` object in ``new``, and the layer's number in it."""
+        """For each of ``layers``, then of ``states``, the index of its kind's ``Layers`` object in ``new``, and the
+        number in it."""
         kinds, numbers = list(self._kinds), [iter(range(len(shapes))) for shapes in self._kinds.values()]
-        indices = (None if shape is None else kinds.index(shape.kind) for shape in self.layers)
+        indices = (None if shape is None else kinds.index(shape.kind) for shape in (*self.layers, *self.states))
         return tuple(None if kind is None else (kind, next(numbers[kind])) for kind in indices)
 
     def new(self, rows: list[Row], capacity: int) -> list[Layers]:
@@ -194,12 +196,14 @@ class CacheShape:
         return sum(kind.nbytes for kind in replace(self, device=torch.device("meta")).new([Row()], capacity))
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
-        return replace(self, layers=tuple(self.layers[n] for n in layers), dtype=dtype)
+        states = tuple(self.states[n] for n in layers) if self.states else ()
+        chosen = tuple(self.layers[n] for n in layers)
+        return replace(self, layers=chosen, states=states if any(states) else (), dtype=dtype)
 
 
 def shape_of(stock: Any) -> LayerShape | None:
     """Return the shape of a layer of transformers' cache after a pass; None: the model does not use it."""
-    if not stock.is_initialized:
+    if getattr(stock, "keys", None) is None:
         return None
     keys, values = ((states.shape[1], states.shape[3]) for states in (stock.keys, stock.values))
     return KeyValueShape(keys, values)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import BaseHidden
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
-from drafthead.models.token_tree import TreeShape
+from drafthead.models.token_tree import TreeShape, causal_mask
 from drafthead.system.devices import on_device
 
 ROW_BY_ROW = 32
@@ -57,9 +58,12 @@ class NodeCache(ABC):
     children e and f::
 
         cache.lengths 4: a b c d    pending: e f    slots: c 0, d 1, e 2, f 3
+
+    With recurrent layers (not ``goes_back``), which cannot drop committed positions, all nodes are pending.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, goes_back: bool = True) -> None:
+        self._goes_back = goes_back
         self._cache: TreeCache | None = None
         self._read = [0] * rows  # number of committed inputs that were read
         self._unread: Tensor | None = None  # [B, T, ...] committed inputs that were not read yet
@@ -160,6 +164,9 @@ class NodeCache(ABC):
     def shared_cache(self, extra: int, nodes: int) -> TreeCache:
         """Return the cache with all committed inputs, for a caller that appends up to ``extra`` drafted positions. The
         first ``nodes`` of them are a chain of drafts with slots 0, 1, ..., which ``append`` may keep."""
+        if not self._goes_back:
+            what = "this combination of drafters drops positions of a model with recurrent layers"
+            raise UserError(f"{what}, whose state cannot go back; choose another drafter")
         self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
         self._chain = nodes
@@ -174,6 +181,12 @@ class NodeCache(ABC):
             2 unread inputs, 2 nodes:    u0 u1 n0 n1
             1 unread input, 2 nodes:     u0 n0 n1 --
         """
+        if not self._goes_back:
+            self._catch_up()
+            self._reserve(roots.shape[1])
+            chain = causal_mask(roots.shape[1], roots.device)
+            self._ancestors, self._width = chain.expand(len(roots), -1, -1), roots.shape[1]
+            return self.run(roots, self.cache, None, self._ancestors)
         size, counts, inputs = roots.shape[1], self._counts, roots
         self._reserve(size + (0 if self._unread is None else self._unread.shape[1]))
         self._drop_nodes()
@@ -198,7 +211,7 @@ class NodeCache(ABC):
         ``parents`` [B, F] int64 is the index of each node's parent in the previous level, from 0."""
         new = inputs.shape[1]
         self._reserve(new)
-        if new == 1 and self._ancestors is None:
+        if new == 1 and self._ancestors is None:  # never without ``goes_back``, where ``start`` sets it
             self._chain += 1
             return self.run(inputs, self.cache, None, None)
         before = 0 if self._ancestors is None else self._ancestors.shape[1] - self._width
@@ -243,7 +256,7 @@ class ModelCache(NodeCache):
     """The cache of a causal LM that drafts. Its inputs are token ids; ids above its vocabulary become its last id."""
 
     def __init__(self, model: BaseModel, rows: int) -> None:
-        super().__init__(rows)
+        super().__init__(rows, goes_back=not model.cache_shape.states)
         self.model = model
 
     def new_cache(self, capacity: int, rows: int) -> TreeCache:

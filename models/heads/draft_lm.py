@@ -6,6 +6,7 @@ layers and of the final norm are trained, as in DistilBERT and Distil-Whisper.
 Shape legend: B batch, T time, D width.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Annotated, Any
 
@@ -39,7 +40,7 @@ class DraftLMConfig(DraftHeadConfig):
     """Decoder layers of the draft model."""
     from_layers: list[int] | None = None
     """Layers of the base to start from, in order; 0 is the first. With null, spread evenly from first to last (one
-    layer: the first)."""
+    layer: the first), over the layers without a recurrent state."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
     larger width adds channels that have no effect at first. With null, the base's. Depths and widths of equal total
@@ -64,8 +65,8 @@ class DraftLM(DraftHead):
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        last, steps = base.num_layers - 1, max(1, config.num_layers - 1)
-        self._sources = config.from_layers or [round(n * last / steps) for n in range(config.num_layers)]
+        self._sources = config.from_layers or spread_sources(base, config.num_layers)
+        check_sources(base, self._sources)
         stock, settings = base.model.model.layers, base.model_config
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         if config.intermediate_size is not None:
@@ -120,6 +121,23 @@ class DraftLMSession(HeadSession):
         if k == 0 and self.copied is not None:
             self.copied.start(x)
         return x, self.draft_logits(x, k)
+
+
+def spread_sources(base: BaseModel, count: int) -> list[int]:
+    """Return ``count`` layers of ``base`` without a recurrent state, spread evenly from first to last."""
+    shape, usable = base.cache_shape, list(range(base.num_layers))
+    if shape.states:
+        usable = [n for n in usable if shape.layers[n] and not shape.states[n]] or usable
+    last, steps = len(usable) - 1, max(1, count - 1)
+    return [usable[round(n * last / steps)] for n in range(count)]
+
+
+def check_sources(base: BaseModel, sources: Sequence[int]) -> None:
+    """Reject recurrent layers, whose state would pass between packed documents in training."""
+    states, kind = base.cache_shape.states, base.model_config.model_type
+    if recurrent := [n for n in sources if states and states[n]]:
+        what = f"layers {recurrent} of {kind} are recurrent, and a draft LM needs attention layers"
+        raise UserError(f"{what}; name others with head.from_layers, or choose another head")
 
 
 @torch.no_grad()

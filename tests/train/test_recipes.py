@@ -21,6 +21,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.yaml"))
 NAMED = """llama3: medusa medusa2 hydra hydra_pp mlp_speculator kangaroo eagle3 dspark
     smollm2 qwen3_8b qwen3_32b: dspark
     llama3_70b llama3_vllm: eagle3
+    qwen3_5_9b lfm2_1b: medusa
     llama2_13b granite_7b codellama_13b granite_20b_code: mlp_speculator
     vicuna_7b vicuna_13b: medusa medusa2 hydra_pp kangaroo"""
 

@@ -98,7 +98,7 @@ class TriForce(VerticalCascade):
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         shapes = set(base.cache_shape.layers)
         equal = len(shapes) == 1 and all(isinstance(s, KeyValueShape) and s.keys == s.values for s in shapes)
-        if not equal or base.windows is not None:
+        if not equal or base.windows is not None or base.recurrent:
             what = f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks"
             raise UserError(f"{what}; choose another drafter")
         self.policy, self.budget, self.refresh = Policy.parse(policy), budget, refresh
