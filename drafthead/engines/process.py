@@ -1,6 +1,7 @@
 """An engine's process: start, wait until it is ready, and kill it with its children, even if our process is killed."""
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -58,7 +59,8 @@ class EngineProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]
-        telling = [line for line in telling if ELSEWHERE not in line] or telling
+        causes = [line for line in telling if re.search(r"\b\w*(Error|Exception): ", line) and ELSEWHERE not in line]
+        telling = causes or telling
         candidates = [line for line in telling or lines if not line.lstrip("( ").startswith(NOISE)]
         return f": {candidates[-1][-300:]}" if candidates else ""
 
