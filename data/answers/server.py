@@ -347,20 +347,24 @@ class ServerBackend:
         if self._model is None:
             longest = self.max_prompt_tokens + self.completions.sampler.max_new_tokens
             model = check_server(self.config, self.base, longest)
-            as_text = asyncio.run(self._gives_text(model))
+            as_text = self._gives_text(model)
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 what = f"the corpus was started with answers as {self._recorded['answers']}"
                 raise UserError(f"{what}, and {self.config.root} now gives another form; choose another data.folder")
             self._model = model, as_text
         return self._model
 
-    async def _gives_text(self, model: str) -> bool:
+    def _gives_text(self, model: str) -> bool:
         """Request one token; return True if the answer is only text, as from servers without ``return_token_ids``."""
-        prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
-        async with Server(self.config, self.log) as server:
+        first = 0, list(self.completions.tokenizer("Hello")["input_ids"])
+
+        async def ask(server: Server, prompt: Prompt) -> Completion:
             completion = await server.ask(completions.request(model, prompt), _with_choice, "a first prompt")
             await asyncio.to_thread(self.on_answer, completion, None)
+            return completion
+
+        (completion,) = as_completed(self.config, self.log, [first], ask, self.check_alive)
         return not isinstance(getattr(completion.choices[0], "token_ids", None), list)
 
     def _answers(
