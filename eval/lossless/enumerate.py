@@ -59,7 +59,7 @@ class EnumeratedRng:
         """Choose an option of ``probs`` [B, options] in each row; only choices of ``active`` rows are recorded."""
         index = self._used[:, None]
         likeliest = probs.argmax(-1)
-        given = self._used < self._given
+        given = active & (self._used < self._given)
         choice = torch.where(given, self._choices.gather(1, index)[:, 0].long(), likeliest)
         self._fork(probs, active & ~given, likeliest)
         self.weights = self.weights * torch.where(active, probs.gather(1, choice[:, None])[:, 0], 1.0)
