@@ -118,6 +118,9 @@ class NodeCache(ABC):
                 path = slots[:, self._chain : self._chain + max(in_tree)] - self._chain
                 self.cache.commit_path(path.clamp(min=0), in_tree)
             self._read = [read + keep for read, keep in zip(self._read, kept, strict=True)]
+        if self._unread is not None and not has_prompt and max(self._counts) < ROW_BY_ROW:
+            self._wait(inputs, counts)  # nothing was drafted since the last append
+            return kept
         self._catch_up()
         self._counts = [count - keep for count, keep in zip(counts, kept, strict=True)]
         width = max(self._counts)
@@ -130,6 +133,21 @@ class NodeCache(ABC):
         if has_prompt:
             self._catch_up()
         return kept
+
+    def _wait(self, inputs: Tensor, counts: list[int]) -> None:
+        """Append to the unread inputs, which one pass reads at the next ``start``."""
+        assert self._unread is not None
+        before, known = self._counts, self._unread
+        self._counts = [old + new for old, new in zip(before, counts, strict=True)]
+        if len(counts) == 1:
+            self._unread = torch.cat([known[:, : before[0]], inputs[:, : counts[0]]], 1)
+            return
+        # Inputs beyond a row's count are written behind its new end, and the next ones overwrite them.
+        joined = torch.cat([known, torch.zeros_like(inputs)], 1)
+        rows = torch.arange(len(counts), device=inputs.device)[:, None]
+        at = on_device(before, inputs.device)[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
+        joined[rows, at] = inputs
+        self._unread = joined[:, : max(self._counts)]
 
     @torch.inference_mode()
     def read_all(self) -> Tensor:

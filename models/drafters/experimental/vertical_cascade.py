@@ -84,7 +84,7 @@ class NestedSession(Session):
         kept = self._context.append(tokens, counts, slots)
         if self._inner is not None:
             unread = self._context.unread
-            if unread is None:  # prompts, which the model reads at once
+            if unread is None or not any(kept):  # prompts are read at once; ``unread`` may hold earlier tokens, too
                 kept, unread = [0] * len(counts), (tokens, counts)
             self._inner.rollback([length + keep for length, keep in zip(before, kept, strict=True)])
             if max(unread[1]) > 0:
