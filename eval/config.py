@@ -1,21 +1,16 @@
 """Settings of an evaluation."""
 
-import re
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from drafthead.errors import UserError
-from drafthead.files.local import read_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig
-from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import (
     BelowOne,
@@ -29,7 +24,6 @@ from drafthead.settings.schema import (
 )
 
 Split = Literal["all", "dev", "test"]  # trees, settings and recipes are chosen on dev; results are reported on test
-TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
 METHOD = "speculative"  # method of the evaluated drafter, which the headline numbers describe if it ran
 
@@ -128,10 +122,6 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     split: Split = "all"
     """Part of the suite to measure on: all of it, or one half. Trees and settings are chosen on ``dev``; results are
     reported on ``test``."""
-    tree: str = "head"
-    """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json. ``head`` is the head's own
-    tree, calibrated in training, or else a chain. ``expansion`` lists the children of a node per level (SpecInfer);
-    ``dynamic`` grows a tree of NODES nodes in each step, and expands WIDTH nodes per level (EAGLE-2)."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
     """Selection of the drafted tokens at each node. ``top_k`` takes the most likely tokens; the other two sample."""
     draft_temperature: PositiveFloat = 1.0
@@ -175,16 +165,10 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         one_prompt = self.engines or self.length != "constant" or any(spec.startswith("hf_") for spec in self.baselines)
         if self.batch_size > 1 and one_prompt:
             raise ValueError("engines, hf_ baselines and length=heuristic take one prompt at a time; drop batch_size")
-        if parse_tree(self.tree, depth=1) is None and self.tree != "head":
-            read_json(Path(self.tree))
 
     def draft_config(self, drafter: Drafter) -> DraftConfig:
         """Return the draft config for ``drafter``; raise a ``UserError`` if it drafts less deep than the tree."""
-        tree: TokenTree | DynamicTree
-        if self.tree == "head":
-            tree = default_draft_config(drafter, self.batch_size).tree
-        else:
-            tree = parse_tree(self.tree, drafter.depth) or read_tree(Path(self.tree), drafter.depth)
+        tree = self.tree_of(drafter, self.batch_size)
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
             raise UserError(f"tree={self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions")
         draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
@@ -202,26 +186,6 @@ class EvalConfig(SuiteConfig, DrafterConfig):
             )
         except ValueError as error:
             raise UserError(f"{error} (tree={self.tree} draft_sampling={self.draft_sampling})") from None
-
-
-def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
-    """Parse ``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; return None for other kinds.
-    ``depth`` is the length of ``chain`` and the depth of dynamic trees. A malformed value raises a ``UserError``."""
-    kind, _, detail = spec.partition(":")
-    try:
-        if kind == "chain":
-            length = int(detail) if detail else depth
-            if length < 1:
-                raise ValueError("a chain needs at least one draft")
-            return TokenTree.chain(length)
-        if kind == "expansion":
-            return TokenTree.expansion([int(width) for width in re.split("[-,]", detail)])
-        if kind == "dynamic":
-            nodes, _, width = detail.partition(":")
-            return DynamicTree(nodes=int(nodes), width=int(width or 8), depth=depth)
-    except ValueError as error:
-        raise UserError(f"tree {spec!r} cannot be read ({error}); give one of {TREES}") from None
-    return None
 
 
 @settings(kw_only=True)

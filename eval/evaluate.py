@@ -27,12 +27,13 @@ from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.calibrate import Calibration
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import finite, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.generation_settings import CHANGE_TEXT, changed_settings
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
@@ -185,7 +186,7 @@ def _settings(
         rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
     ignored = changed_settings(base.generation_config, [key for key in CHANGE_TEXT if key != "repetition_penalty"])
     tree = _tree_json(draft_config) | {"spec": config.tree}
-    if isinstance(drafter, CombinedDrafter):
+    if isinstance(drafter, CombinedDrafter) and not isinstance(draft_config.tree, CostTree):
         parts = zip(drafter.names, drafter.draft_configs(draft_config), strict=True)
         tree["drafters"] = [{"drafter": name} | _tree_json(part) for name, part in parts]
     return {

@@ -233,7 +233,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "wandb run": (make_tracked, read_run_id),
     "manifest": (lambda folder: write_manifest(folder, MADE_BY), read_manifest),
     "tree": (
-        written("tree.json", '{"choices": [[0], [0, 0], [1]], "confidence_threshold": 0.25}'),
+        written(
+            "tree.json",
+            '{"choices": [[0], [0, 0], [1]], "confidence_threshold": 0.25, "costs": {"costs": {"1": {"verify": '
+            '{"1": 0.5}, "draft": 0.1, "overhead": 0.1, "context": 9}}, "acceptance": {"bias": [[-1]]}}}',
+        ),
         lambda folder: read_trees(folder, PromptLookup(3)),
     ),
     "adapter": (make_adapter, read_adapter),

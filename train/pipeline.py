@@ -26,7 +26,8 @@ from drafthead.eval.metrics.base_quality import check_quality, compare_bases, qu
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
-from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_calibration
+from drafthead.eval.trees.acceptance_fit import with_acceptance
+from drafthead.eval.trees.calibrate import Calibration, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
@@ -38,6 +39,9 @@ from drafthead.models.base.base_config import ADAPTER, BaseConfig
 from drafthead.models.base.base_model import BaseModel, restore_kernels
 from drafthead.models.base.layers import drop_views
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import TreeCosts
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
@@ -189,7 +193,7 @@ class RunContext:
         base = original.parts if self.run.drops_layers else original.whole()  # sharded when the training begins
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
-            head.tree = None
+            head.tree = head.tree_costs = None
             return head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
@@ -408,14 +412,17 @@ def tree(context: RunContext) -> None:
             costs = measure_costs(head.base_model, head, progress=display.progress)
             calibrated = costs, calibrate(_tree_ranks(context, head), costs, run.tree_search)
             save_calibration(path, head, *calibrated)
-            head.batch_trees = {}
+            head.batch_trees, head.tree_costs = {}, None
         costs, calibration = calibrated
         head.tree = calibration.tree
+        if head.tree_costs is None:
+            head.tree_costs = _tree_costs(context, head, costs, calibration)
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
                 costs_of_batch = measure_costs(head.base_model, head, rows=rows, progress=display.progress)
                 batch = calibrate(_tree_ranks(context, head), costs_of_batch, run.tree_search)
                 pays = batch.expected_speedup > 1
+                head.tree_costs = head.tree_costs.with_rows(rows, costs_of_batch, batch.expected_speedup)
                 head.batch_trees = {**head.batch_trees, rows: batch.tree if pays else TokenTree.chain(0)}
                 expected = f"{len(batch.tree)} nodes, expect speedup {batch.expected_speedup:.2f}"
                 display.line(f"   batches of {rows}: {expected if pays else 'no drafts, because they would not pay'}")
@@ -426,6 +433,14 @@ def tree(context: RunContext) -> None:
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
         display.line(f"   {other_processes_line(costs.other_processes_cores)}")
+
+
+def _tree_costs(context: RunContext, head: DraftHead, costs: CostModel, calibration: Calibration) -> TreeCosts:
+    """Return what trees by cost need: costs of a step, and how often drafts are accepted. The acceptance is fitted on
+    the answers to the suite's dev half; without them, it is the drafter's own probability."""
+    measured = TreeCosts(costs={1: costs}, speedup={1: calibration.expected_speedup})
+    texts, sampler = context.development_answers, Sampler(temperature=context.eval.sampler.temperature)
+    return with_acceptance(head.base_model, head, texts, sampler, measured) if texts else measured
 
 
 def _choose_chain(context: RunContext, head: DraftHead) -> None:

@@ -26,6 +26,7 @@ from drafthead.commands.command import command
 from drafthead.data.text.chat import Message, user_turn
 from drafthead.errors import UserError
 from drafthead.eval.report.side_by_side import ACCEPTED, coloured
+from drafthead.eval.trees.cost_model import ensure_costs
 from drafthead.files.local import disk_errors, write_atomic
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -73,7 +74,9 @@ def main(config: ChatConfig) -> None:
         raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
     console = PlainConsole()
     base, head, head_config = load_base_and_drafter(config.head, config.base)
-    chat = Chat(config, base, *config.build(base, head, head_config), console)
+    if config.by_cost:
+        ensure_costs(base, head)
+    chat = Chat(config, base, *config.build(base, head, config.with_tree(head, head_config)), console)
     for message in [config.message] if config.message else _lines(console):
         if config.message or not sys.stdin.isatty():
             console.print(Text(f"> {message}"), soft_wrap=True)

@@ -5,6 +5,7 @@ usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...
 drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
 drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like 'tasks=[math,rag]' limit=40
 drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
+drafthead eval head=outputs/medusa_smollm2/head drafter=head+prompt_lookup:8 tree=cost
 drafthead eval head=outputs/medusa_smollm2/head 'baselines=[prompt_lookup:3,head+prompt_lookup:8:2,hf_prompt_lookup:3]'
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
@@ -37,7 +38,7 @@ from drafthead.eval.metrics.engine_comparison import engine_failures
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.calibrate import measured_with
-from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.cost_model import ensure_costs, measure_costs
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -62,7 +63,10 @@ def main(config: EvalRunConfig) -> None:
         base, head, _ = load_base_and_drafter(config.head, config.base)
         adapter = f" with the adapter {base.config.adapter}" if base.config.adapter else ""
         display.line(f"   base: {base.name}{adapter}")
-        drafter, draft_config = config.build(base, head, config.draft_config(head))
+    if config.by_cost:
+        with display.stage("step costs on this machine, by which trees are chosen"):
+            ensure_costs(base, head, config.batch_size, again=True, progress=display.progress)
+    drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
     assert isinstance(head, DraftHead) or not config.grid  # its folder was checked
     candidates = grid_candidates(base, head, config) if isinstance(head, DraftHead) and config.grid else []

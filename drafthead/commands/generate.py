@@ -4,6 +4,7 @@ usage: drafthead generate head=DIR [key=value ...] PROMPT
 
 drafthead generate head=outputs/medusa_smollm2/head "Why is the sky blue?"
 drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
+drafthead generate head=outputs/medusa_smollm2/head tree=cost "Write a haiku"
 drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
 
 All words that are not settings are the prompt; - reads the prompt from standard input.
@@ -15,6 +16,7 @@ from dataclasses import field
 from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
 from drafthead.errors import UserError, visible
+from drafthead.eval.trees.cost_model import ensure_costs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
@@ -59,7 +61,9 @@ def main(config: GenerateConfig) -> None:
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
     base, head, draft_config = load_base_and_drafter(config.head, config.base)
-    drafter, draft_config = config.build(base, head, draft_config)
+    if config.by_cost:
+        ensure_costs(base, head)
+    drafter, draft_config = config.build(base, head, config.with_tree(head, draft_config))
     if config.raw:
         ids = base.tokenizer(text).input_ids
     else:

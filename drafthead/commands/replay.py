@@ -21,17 +21,19 @@ from pydantic import Field
 from drafthead.commands.command import command
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
-from drafthead.eval.config import SuiteConfig
+from drafthead.eval.config import Split, SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
-from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.acceptance_fit import calibration_error, calibration_rows, candidate_fates
+from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
-from drafthead.eval.trees.replay import own_row, row_of, rows_of
+from drafthead.eval.trees.replay import cost_row, own_row, row_of, rows_of
 from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
 from drafthead.eval.trees.stored_answers import stored_accept_probs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
@@ -41,6 +43,8 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_parts_and_head
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display
+
+SHOWN_RANKS = 3  # of the table of predicted acceptance
 
 
 @settings(kw_only=True)
@@ -56,6 +60,8 @@ class ReplayConfig(SuiteConfig):
     stored_states: bool = False
     """Read the hidden states that a run stored for the corpus ``texts``, and load none of the base's layers. Draft
     lengths and trees are simulated for greedy answers, without costs."""
+    split: Split = "all"
+    """Part of the suite whose prompts the base answers. Trees by cost are fitted on ``dev``."""
     save: str | None = None
     """JSONL file to which the base's answers are written."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -114,7 +120,7 @@ def main(config: ReplayConfig) -> None:
         check_lengths(head, config)
     if not texts:
         with display.stage(f"the base's answers: {config.suite}"):
-            texts = base_answers(base, config, config.sampler.temperature)
+            texts = base_answers(base, config, config.sampler.temperature, split=config.split)
     for number, text in enumerate(texts):
         check_ids(base, text.ids, 0, f"answer {number}")
     if save:
@@ -131,6 +137,22 @@ def main(config: ReplayConfig) -> None:
             rows.append(row_of(spec, nodes, simulated))
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     print_rows(rows, title, config, display)
+    if isinstance(head, DraftHead) and head.tree_costs is not None and config.draft_sampling == "top_k":
+        print_calibration(base, head, texts, config, display)
+
+
+def print_calibration(
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
+) -> None:
+    """Print the predicted and the real acceptance of the likeliest drafts, by which trees by cost are chosen."""
+    assert head.tree_costs is not None
+    model = head.tree_costs.acceptance
+    with display.stage("acceptance predicted for trees by cost"):
+        fates = candidate_fates(base, head, texts, config.sampler)
+    if fates is not None:
+        rows = [row for row in calibration_rows(model, fates) if row["rank"] < SHOWN_RANKS]
+        display.console.print(ResultTable.of("acceptance of drafts whose parents were accepted", rows).console())
+        display.line(f"calibration error of all candidates: {calibration_error(model, fates):.4f}")
 
 
 def replay_stored(config: ReplayConfig, display: Display) -> None:
@@ -187,4 +209,7 @@ def head_rows(
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree with its confidence threshold, drafted at every position"):
             table.append(own_row(base, head, texts, config.sampler, config.seed))
+    if head.tree_costs is not None and top_k:
+        with display.stage("trees by cost, drafted at every position"):
+            table.append(cost_row(base, head, texts, config.sampler, config.seed))
     return table

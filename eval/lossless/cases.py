@@ -10,6 +10,8 @@ import torch
 
 from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft, relay_draft
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -43,7 +45,7 @@ DRAFT_SPREAD = 1.5  # standard deviation of the drafter's logits from the target
 class Part:
     """Settings of one of the drafters of a ``Shape``."""
 
-    tree: TokenTree | DynamicTree
+    tree: TokenTree | DynamicTree | CostTree
     shared: bool = False  # all nodes of a tree level share one distribution and its samples, as in Medusa
     draft_vocabulary: int | None = None  # number of ids that the drafter can draft
     top_k: bool = False  # use top-k drafting even if the other drafters sample
@@ -90,6 +92,11 @@ UNBALANCED = Part(tree=TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0),
 CHAINS = (Shape("chain 1", 8, (CHAIN_1,)), Shape("chain 2", 8, (CHAIN_2,)), Shape("chain 3", 7, (CHAIN_3,)))
 STOPPING_312 = replace(TREE_312, shared=True, prefix_threshold=0.4)
 STOPPING_2 = replace(CHAIN_2, confidence_threshold=0.4)
+COSTS = TreeCosts(
+    costs={1: CostModel(verify={1: 1.0, 2: 1.05, 4: 1.15, 8: 1.9}, draft=0.0, overhead=0.0, context=1)},
+    acceptance=AcceptanceModel(weight=0.8, bias=[[0.4, 0.2], [0.0]]),
+)
+BY_COST = Part(tree=CostTree(costs=COSTS, nodes=5, width=3, depth=2))
 STOPPING = Shape("chain 3, stops by its prefix below 0.5", 6, (replace(CHAIN_3, prefix_threshold=0.5),))
 SHAPES = (
     *CHAINS,
@@ -106,6 +113,11 @@ SHAPES = (
     Shape("<2,2>, stops by its prefix below 0.6", 4, (replace(TREE_22, prefix_threshold=0.6),)),
     Shape("<3,1,2>, a distribution per level, stops by its prefix below 0.4", 3, (STOPPING_312,)),
     Shape("dynamic, 7 nodes", 6, (Part(tree=DynamicTree(nodes=7, width=2, depth=3)),), (TOP_K,)),
+    Shape("by cost, at most 5 nodes", 5, (BY_COST,)),
+    Shape("by cost, at most 5 nodes, a distribution per level", 5, (replace(BY_COST, shared=True),)),
+    Shape(
+        "by cost, at most 5 nodes, drafts 3 of the ids, + chain 1", 4, (replace(BY_COST, draft_vocabulary=3), CHAIN_1)
+    ),
     Shape("chain 1 + chain 1", 8, (CHAIN_1, CHAIN_1)),
     Shape("chain 2 + chain 2", 4, (CHAIN_2, CHAIN_2)),
     Shape("<2,1> + chain 2", 3, (TREE_21, CHAIN_2)),
@@ -214,8 +226,8 @@ class Counterexample:
     rule: str = "exact"
 
 
-def _table(*rows: tuple[float, float]) -> TabularLM:
-    """Return a table over two tokens; ``rows`` are their probabilities after the empty and each longer prefix."""
+def _table(*rows: tuple[float, ...]) -> TabularLM:
+    """Return a table; ``rows`` are the tokens' probabilities after the empty and each longer prefix."""
     return TabularLM(torch.tensor(rows, dtype=torch.float64).log())
 
 
@@ -254,9 +266,25 @@ def counterexamples() -> tuple[Counterexample, ...]:
     dropped = _shortened(_table((0.9, 0.1), even, even), 1, _by_own_probability)
     pruned = _shortened(_table(*[even] * 7), 2, _by_search)
     search = "drafts pruned for a batch, by a search after sampling"
+    # A tree by cost that is chosen after its drafts were drawn: it drops drafts that do not pay.
+    thirds = (0.5, 0.3, 0.2)
+    unlikely = _shortened(_table(*[thirds] * 4), 1, lambda drawn: (drawn.tokens[:, 1] != 2).long())
+    below = _shortened(_table(even, (0.9, 0.1), *[even] * 5), 2, lambda drawn: 2 * (drawn.tokens[:, 2] == 0).long())
     return (
         # (0.55, 0.45) instead of (0.5, 0.5)
         Counterexample("drops a draft by its own probability", "chain 1", _table(even, even, even), dropped, 1, 0.05),
         # (0.85, 0.15) instead of (0.7, 0.3): DSpark, appendix A
         Counterexample(search, "chain 2", _table(uneven, *[even] * 6), pruned, 2, 0.15),
+        # (0.6, 0.36, 0.04) instead of (0.5, 0.3, 0.2)
+        Counterexample("by cost, drops a node for its own token", "chain 1", _table(*[thirds] * 4), unlikely, 1, 0.16),
+        # The second draft is rejected unseen if it is token 1: (0.585, 0.015, 0.325, 0.075) instead of
+        # (0.45, 0.05, 0.25, 0.25) for the first two tokens
+        Counterexample(
+            "by cost, drops a node for what was drawn below it",
+            "chain 2",
+            _table(even, (0.9, 0.1), *[even] * 5),
+            below,
+            2,
+            0.21,
+        ),
     )

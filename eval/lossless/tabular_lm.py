@@ -3,13 +3,16 @@ functions that all stepwise drafters share (``models/decoding/growth.py``).
 Shape legend: B rows, N tree nodes, V vocabulary."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.drafter import DraftConfig, Proposal
-from drafthead.models.decoding.growth import LogitsSource, grow, root_only
+from drafthead.models.decoding.candidates import LogitsSource, root_only
+from drafthead.models.decoding.cost_growth import grow_by_cost
+from drafthead.models.decoding.cost_tree import CostTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.growth import grow
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
@@ -118,8 +121,16 @@ class TableDraft:
         if self.draft_vocabulary is not None:
             ids = vocabulary - 1 - ids[: self.draft_vocabulary]
         table = TabularLM(self.table.logits[:, ids], vocabulary)
+        config = self.draft_config
         source = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
-        return grow(source, last_token, self.draft_config, ids, vocabulary, rng)
+        if not isinstance(config.tree, CostTree):
+            return grow(source, last_token, config, ids, vocabulary, rng)
+        if config.draft_sampling is not DraftSampling.TOP_K:
+            return grow_by_cost(source, lambda levels: None, last_token, config, ids, vocabulary, rng)
+        # The rows are outcomes of one row, but a tree by cost would share the price of time among them.
+        source = (_ByLevel if self.shared else _ByPrefix)(table, prefixes[:1])
+        proposal = grow_by_cost(source, lambda levels: None, last_token[:1], config, ids, vocabulary)
+        return replace(proposal, tokens=proposal.tokens.expand(len(last_token), -1))
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:

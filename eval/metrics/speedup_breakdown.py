@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from drafthead.eval.metrics.steps import Rows, acceptance_per_depth, alpha, ratio, speedup, steps
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
+from drafthead.models.decoding.cost_model import CostModel
 
 LONGEST_CHAIN = 64
 

@@ -12,9 +12,9 @@ from drafthead.eval.metrics import steps
 from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.files.local import finite
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.system.machine import hardware, versions
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")  # generate (stock, our modules), our loop

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from drafthead.errors import UserError
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, TreeOrder, best_trees, greedy_tree
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks

@@ -1,16 +1,17 @@
-"""Cost of a step on this machine: verification of n tokens, drafting, and the loop around them."""
+"""Measurement of a step's costs on this machine: verification of n tokens, drafting, and the loop around them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import mean, median
 from time import perf_counter
-from typing import Any, Self, TypeVar, cast
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
@@ -19,73 +20,11 @@ from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import OtherProcesses
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # measured tree sizes, root included; interpolated between
+SIZES = (*range(1, 13), 14, 16, 20, 24, 28, 32, 48, 64)  # measured tree sizes, root included; interpolated between
 ANSWERS = 3  # prompts that `measure_costs` answers without drafts, and with drafts if it is given no prompts
 DEEPEST = 8  # largest depth of drafting that is timed; greater depths are extrapolated
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # label, number of finished items, total
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Seconds of each part of a step, by ``measure_costs``."""
-
-    verify: dict[int, float]  # by number of tokens: seconds of one verification pass, logits and argmax included
-    draft: float  # seconds to draft a tree over all draft positions
-    overhead: float  # seconds of a step with drafts outside verification and drafting
-    context: int  # number of tokens in the cache while verification and drafting were timed
-    prefill: float = 0.0  # seconds of the base's forward pass over a prompt of `context` tokens; 0: not measured
-    draft_by_depth: list[float] | None = None  # seconds of a chain of depth d, at index d; None: always `draft`
-    plain_overhead: float | None = None  # seconds of an autoregressive step outside verification; None: `overhead`
-    draft_prefill: float = 0.0  # seconds that the drafter adds to the prefill of `context` tokens
-    other_processes_cores: float | None = None  # during the measurement; None: unknown
-
-    def verify_at(self, nodes: float) -> float:
-        """Return the seconds of verifying ``nodes`` tokens: linear between sizes, proportional beyond the largest."""
-        sizes = sorted(self.verify)
-        seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
-        return seconds * max(1.0, nodes / sizes[-1])
-
-    def draft_at(self, depth: int) -> float:
-        """Return the seconds to draft a tree of ``depth``. Levels beyond the timed ones take as long as the last."""
-        table = self.draft_by_depth
-        if depth == 0:
-            return 0.0
-        if table is None:
-            return self.draft
-        last = len(table) - 1
-        if depth <= last:
-            return table[depth]
-        return table[last] + (depth - last) * (table[last] - table[last - 1])
-
-    def step(self, nodes: float, depth: int) -> float:
-        """Return the seconds of a step with a tree of ``nodes`` (root included) and ``depth`` (0: without drafts)."""
-        plain = depth == 0 and self.plain_overhead is not None
-        overhead = self.plain_overhead if plain else self.overhead
-        return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
-
-    def speedup(self, tokens: float, nodes: float, depth: int) -> float:
-        """Return the speedup, without the prefill, if a step with this tree commits ``tokens`` on average."""
-        return tokens * self.step(1, 0) / self.step(nodes, depth)
-
-    def answer_speedup(
-        self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
-    ) -> float:
-        """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
-        ``nodes`` maps each tree size to its share of the steps, because verification time is not linear in the size."""
-        step = sum(share * self.step(n, depth) for n, share in nodes.items())
-        autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
-        share = prompt / self.context
-        prefill, drafter = self.prefill * share, self.draft_prefill * share
-        return (prefill + autoregressive) / (prefill + drafter + speculative)
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Return the cost model from the values of ``to_json``; JSON has turned the tree sizes into strings."""
-        return cls(**{**content, "verify": {int(n): float(seconds) for n, seconds in content["verify"].items()}})
 
 
 def measure_costs(
@@ -144,6 +83,24 @@ def measure_costs(
         draft_by_depth=[0.0, *(seconds["draft", d] for d in depths)] if depths else None,
         other_processes_cores=others.cores,
     )
+
+
+def ensure_costs(
+    base: BaseModel,
+    drafter: Drafter,
+    rows: int = 1,
+    again: bool = False,
+    progress: Progress = lambda label, done, total: None,
+) -> None:
+    """Set ``drafter.tree_costs``, for trees by cost in batches of ``rows``. Costs that are there are kept unless they
+    are to be measured ``again``, because they may be those of another machine."""
+    known = drafter.tree_costs
+    if known is not None and not again:
+        return
+    costs = measure_costs(base, drafter, repeats=9 if again else 3, rows=rows, progress=progress)
+    speedup = 1.0 if known is None else known.speedup.get(rows, 1.0)
+    measured = TreeCosts(costs={rows: costs}, speedup={rows: speedup})
+    drafter.tree_costs = measured if known is None else replace(known, costs=measured.costs, speedup=measured.speedup)
 
 
 Probes = dict[tuple[str, int], Callable[[], object]]  # by part of a step and size, such as ("verify", 8)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from drafthead.data.answers.store import Answer
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftSampling
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -29,6 +30,18 @@ def own_row(
     draft_config = default_draft_config(head)
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
+
+
+def cost_row(
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
+) -> dict[str, Any]:
+    """Return the table's row for trees by cost, whose nodes are those of the largest one."""
+    assert head.tree_costs is not None
+    draft_config = DraftConfig(tree=CostTree(costs=head.tree_costs, depth=head.depth))
+    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
+    sizes = simulated.nodes or {1: 1.0}
+    average = sum(size * share for size, share in sizes.items())
+    return row_of(f"by cost, mean {average:.1f} nodes", max(sizes), simulated)
 
 
 def rows_of(

@@ -17,6 +17,7 @@ from drafthead.data.intervals import Floats
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.loop import EXACT
@@ -117,7 +118,8 @@ def simulate_texts(
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
     tree = draft_config.tree
-    assert isinstance(tree, TokenTree)  # sampled drafts have no other
+    if not isinstance(tree, TokenTree):
+        raise UserError("sampled drafts in a tree by cost are not simulated; use draft_sampling=top_k")
     config = AcceptProbsConfig(
         draft_sampling=draft_config.draft_sampling,
         sampler=draft_config.sampler,
@@ -141,7 +143,7 @@ def text_accept_probs(
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
     accept_probs: list[AcceptProbs] = []
-    for batch, base_hidden in _batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
+    for batch, base_hidden in batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
             logits = forced_logits(session, last, [batch[row] for row in rows], t, depth)
@@ -197,13 +199,14 @@ def _drafted_length_probs(
     """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T]. A
     top-k draft is accepted exactly if it is the answer's next token."""
     length_probs, sizes = [], []
-    at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
-    for batch, base_hidden in _batches(base, drafter, texts, sampler, at_a_time):
+    one_by_one = in_order or isinstance(draft_config.tree, CostTree)  # whose rows would share the price of time
+    at_a_time = 1 if one_by_one else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
+    for batch, base_hidden in batches(base, drafter, texts, sampler, at_a_time):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         nodes = [np.ones(text.positions) for text in batch]
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
             proposal = session.draft(last, draft_config)
-            counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
+            counts = matching_drafts(proposal, [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t], nodes[row][t] = count, len(proposal.shape)
         sizes += nodes
@@ -213,7 +216,7 @@ def _drafted_length_probs(
     return length_probs, sizes
 
 
-def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
+def matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
     """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
@@ -227,7 +230,7 @@ def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
     return torch.where(failed, 0, depths).amax(1)
 
 
-def _batches(
+def batches(
     base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, size: int
 ) -> Iterator[tuple[list[Answer], list[HiddenStates]]]:
     """Yield batches of answers with their hidden states, without answers of one token; reject another model's."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.cost_tree import CostTree, Forecast, TreeCosts
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -54,6 +55,7 @@ class Proposal:
     likelihoods: Tensor | None = None
     """[B, N] the drafter's probability of each node after its parent (1 for the root); None unless
     ``DraftConfig.likelihoods`` asks for it."""
+    forecast: Forecast | None = None  # only of trees by cost
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
@@ -100,7 +102,7 @@ class AdaptiveLength:
 class DraftConfig:
     """The tree to draft in a step, and the way its candidates are chosen."""
 
-    tree: TokenTree | DynamicTree
+    tree: TokenTree | DynamicTree | CostTree
     draft_sampling: DraftSampling = DraftSampling.TOP_K
     """``TOP_K`` takes a node's likeliest candidates. The other values sample as many as the node has children."""
     sampler: Sampler = Sampler(temperature=1.0)
@@ -118,11 +120,15 @@ class DraftConfig:
     adaptive: AdaptiveLength | None = None
     """Truncate the tree to a draft length that follows the acceptance so far; refused for batches. None: draft the
     whole tree."""
+    speedup: float | None = None
+    """Speedup so far, which decides the price of time in a tree by cost. None: the one that its costs expect."""
 
     def __post_init__(self) -> None:
         for key in ("confidence_threshold", "prefix_threshold"):
             require(0 <= getattr(self, key) < 1, key, "at least 0 and below 1", getattr(self, key))
         dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
+        if isinstance(self.tree, CostTree) and (self.prefix_threshold or self.confidence_threshold or self.likelihoods):
+            raise ValueError("a tree by cost decides itself where to stop; set both thresholds to 0")
         if self.prefix_threshold > 0 and dynamic:
             raise ValueError("prefix_threshold is for static trees; leave it out")
         if dynamic and sampled:
@@ -137,7 +143,7 @@ class DraftConfig:
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path; of a dynamic tree, the limit."""
+        """Drafts on the longest path; of a tree that is chosen in each step, the limit."""
         return self.tree.depth
 
     @property
@@ -154,7 +160,7 @@ class DraftConfig:
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
-            tree: TokenTree | DynamicTree = self.tree.truncate(depth)
+            tree: TokenTree | DynamicTree | CostTree = self.tree.truncate(depth)
         else:
             tree = replace(self.tree, depth=depth) if depth else TokenTree.chain(0)
         return replace(self, tree=tree)
@@ -226,6 +232,8 @@ class Drafter(ABC):
     largest size that is not above its own, else ``tree``."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
     confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
+    tree_costs: TreeCosts | None = None  # for trees by cost; None: not measured
+    drafts_by_cost: bool = False  # the session can draft a ``CostTree``
     reads_base: bool = False  # needs the base's hidden states, so it cannot continue tokens that the base has not read
     early_exit_layers: int = 0
     """The target's first layers, which the drafter runs itself in the target's cache. Verification runs only the

@@ -15,6 +15,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, DecodingSequence, OnTokens, decode, prepare
 from drafthead.models.decoding.sampling import TargetSampler
 from drafthead.models.decoding.step import DecodeResult, mean_accepted_length
+from drafthead.models.decoding.tree_names import named_tree
 
 
 def generate(
@@ -24,6 +25,7 @@ def generate(
     *,
     max_new_tokens: int = 256,
     draft_config: DraftConfig | None = None,
+    tree: str | None = None,
     sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
@@ -39,6 +41,7 @@ def generate(
         prompt: a user's message, to which the chat template is applied, or token ids, [T] or [1, T], used unchanged.
         max_new_tokens: largest number of tokens in the answer; EOS may end it earlier.
         draft_config: the tree to draft; by default the drafter's calibrated tree, or a chain over all its positions.
+        tree: the name of another tree, such as ``cost``, ``chain:3`` or ``dynamic:16``.
         sampler: temperature, top-p and so on; by default greedy decoding.
         rule: the acceptance rule; by default the exact one.
         seed: seed of the random numbers, if the answer is sampled.
@@ -49,7 +52,7 @@ def generate(
         drafter,
         _ids(base, prompt),
         max_new_tokens=max_new_tokens,
-        draft_config=draft_config,
+        draft_config=_named(drafter, draft_config, tree),
         sampler=sampler,
         rule=rule,
         seed=seed,
@@ -103,6 +106,7 @@ def stream(
     *,
     max_new_tokens: int = 256,
     draft_config: DraftConfig | None = None,
+    tree: str | None = None,
     sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
@@ -118,7 +122,7 @@ def stream(
         drafter,
         [ids],
         max_new_tokens=max_new_tokens,
-        draft_config=draft_config,
+        draft_config=_named(drafter, draft_config, tree),
         sampler=sampler,
         rule=rule,
         eos_ids=base.eos_ids,
@@ -143,6 +147,15 @@ def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, 
     before = tokenizer.decode(answer[previous:shown], skip_special_tokens=True)
     if rest := tokenizer.decode(answer[previous:], skip_special_tokens=True)[len(before) :]:
         yield Piece(rest, accepted)
+
+
+def _named(drafter: Drafter | None, draft_config: DraftConfig | None, tree: str | None) -> DraftConfig | None:
+    """Return ``draft_config``, or the config of ``drafter`` with the tree of this name."""
+    if tree is None or drafter is None:
+        return draft_config
+    if draft_config is not None:
+        raise UserError(f"draft_config has a tree, and so has tree={tree!r}; give one of them")
+    return DraftConfig(tree=named_tree(tree, drafter))
 
 
 def _ids(base: BaseModel, prompt: str | list[int] | Tensor) -> list[int]:

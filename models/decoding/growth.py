@@ -7,7 +7,8 @@ dynamic tree) and where drafting stops. Every head and draft model therefore sup
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
@@ -15,29 +16,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, root_only
+from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price_drafts
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import is_host, on_device, wide_dtype
-
-MISSING = -1  # stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children
-
-
-def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64. With replacement, samples are
-    independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed and the rest renormalised
-    (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``."""
-    if kind is DraftSampling.WITH_REPLACEMENT:
-        rows, parents, _ = probs.shape
-        repeated = probs[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
-        return rng.categorical(repeated).view(rows, parents, count)
-    remaining, drawn = probs, []
-    for _ in range(count):
-        token = rng.categorical(remaining)
-        exists = remaining.gather(-1, token[..., None])[..., 0] > 0
-        drawn.append(torch.where(exists, token, MISSING))
-        remaining = remaining.scatter(-1, token[..., None], 0.0)
-    return torch.stack(drawn, -1)
 
 
 @dataclass(frozen=True)
@@ -104,26 +89,6 @@ class StepwiseDrafter(Protocol):
     vocab_size: int  # size V of the target's vocabulary, the width of ``Proposal.probs``
 
 
-class LogitsSource(ABC):
-    """Base class of sources of the logits of a step's tree, level by level; a subclass defines ``expand``."""
-
-    @abstractmethod
-    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the draft logits [B, F, W] after the nodes of the next level, in the first call after the root alone.
-
-        ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
-        nodes of the previous call. A result [B, 1, W] means that all nodes of the level have the same distribution.
-        They then get the same candidates, also if these are sampled. That is exact, because verification visits at most
-        one node of the level, and which one does not depend on the samples below it.
-        """
-
-    def confidence(self) -> Tensor:
-        """Return a confidence head's probability, [B, F] or [B, 1], that a single child of each last expanded node is
-        accepted (not that any of several siblings is). It may depend on these nodes and the tokens before them, but not
-        on their children."""
-        raise NotImplementedError
-
-
 class StepwiseSession(Session, LogitsSource):
     """Base class of sessions whose trees ``grow`` builds; a subclass defines ``start``, ``expand`` and ``commit``."""
 
@@ -138,13 +103,29 @@ class StepwiseSession(Session, LogitsSource):
         draft_config = draft_config.truncate(max(0, self.room))
         if draft_config.depth == 0:
             return self.drafted(root_only(last_token))
+        if isinstance(draft_config.tree, CostTree):
+            return self.draft_by_cost(last_token, draft_config, rng)
         self.start(last_token, draft_config)
         return self.drafted(grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng))
 
+    def draft_by_cost(
+        self,
+        last_token: Tensor,
+        draft_config: DraftConfig,
+        rng: RandomSource | None = None,
+        others: Sequence[DraftTree] = (),
+        verified: int = 0,
+    ) -> Proposal:
+        """Draft a tree by cost, with which drafts of other drafters compete; see ``grow_by_cost``."""
+        room, ids = max(0, self.room), (self.drafter.d2t, self.drafter.vocab_size)
+        config = draft_config.truncate(room) if room else draft_config
 
-def root_only(last_token: Tensor) -> Proposal:
-    shape = TokenTree.chain(0).shape_on(last_token.device)
-    return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
+        def start(levels: int) -> None:
+            self.start(last_token, config.truncate(levels))
+
+        if not room:
+            return self.drafted(price_drafts(last_token, config, others) if others else root_only(last_token))
+        return self.drafted(grow_by_cost(self, start, last_token, config, *ids, rng, others, verified))
 
 
 def grow(
@@ -173,6 +154,7 @@ def grow(
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
         return grow_dynamic(source, last_token, tree, d2t)
+    assert isinstance(tree, TokenTree)
     device, rows = last_token.device, len(last_token)
     sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
     tokens = last_token.new_zeros(rows, len(tree))

@@ -22,6 +22,7 @@ from drafthead.files.local import same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler, TargetSampler
@@ -263,12 +264,16 @@ def prepare(
     for number, ids in enumerate(prompts):
         check_ids(base, ids, max_new_tokens, name.format(number) if len(prompts) > 1 else "the prompt")
     draft_config = draft_config or default_draft_config(drafter, rows)
-    if drafter is not None and isinstance(draft_config.tree, DynamicTree):
+    if drafter is not None and isinstance(draft_config.tree, DynamicTree | CostTree):
         draft_config = draft_config.truncate(drafter.depth)
     if draft_config.adaptive is not None and rows > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
         what = f"an adaptive draft length needs one prompt at a time, got {rows}"
         raise UserError(f"{what}; set batch_size=1 or draft_config.adaptive=None")
+    if isinstance(draft_config.tree, CostTree) and draft_config.draft_sampling is not DraftSampling.TOP_K and rows > 1:
+        # The price of time is that of the whole batch, so a row's drafts would depend on its neighbours.
+        what = f"a tree by cost with sampled drafts needs one prompt at a time, got {rows}"
+        raise UserError(f"{what}; set batch_size=1 or draft_sampling=top_k")
     check_drafter(base, drafter, draft_config, rule)
     return DecodeLoop(
         base=base,
@@ -314,4 +319,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         what = f"the tree is {draft_config.depth} drafts deep, but the drafter drafts at most {drafter.depth}"
         raise UserError(f"{what}; choose a shallower tree")
+    if isinstance(draft_config.tree, CostTree) and not drafter.drafts_by_cost:
+        what = f"{type(drafter).__name__} does not score its drafts, which a tree by cost needs"
+        raise UserError(f"{what}; draft with a head, a draft model, prompt lookup or A+B, or choose another tree")
     rule.check(draft_config)

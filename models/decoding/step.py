@@ -20,7 +20,7 @@ Shape legend: B rows, T tokens, N tree nodes, V vocabulary, D width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from time import perf_counter
 from typing import Any
@@ -33,8 +33,9 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
+from drafthead.models.decoding.candidates import root_only
+from drafthead.models.decoding.cost_tree import CostTree, Pace
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
-from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Contexts, TargetSampler
 from drafthead.models.token_tree import TokenTree
@@ -90,6 +91,8 @@ class StepRecord:
     depth: int  # drafts on the longest path
     accepted: int  # drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards
     committed: int  # tokens added to the answer: accepted drafts and the bonus, without those cut off
+    expected: float = float("nan")  # tokens that a tree by cost expected to add; nan for other trees
+    expected_s: float = float("nan")  # seconds that it expected of the step
     entropy: float = float("nan")  # in nats, of the target's first token, before temperature and top-p; or nan
     draft_s: float  # see ``DecodeConfig.timed``
     verify_s: float  # the base's pass over the tree
@@ -140,6 +143,7 @@ class DecodeState:
         self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
         self._rows = list(range(len(last_token)))
         self._prefix: tuple[list[int], TreeCache, Tensor] | None = None
+        self._pace = self._new_pace()
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
 
@@ -165,6 +169,10 @@ class DecodeState:
             decoding._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
         return decoding
 
+    def _new_pace(self) -> Pace:
+        tree = self.config.draft_config.tree
+        return Pace(tree.costs.prices(self.cache.rows).speedup if isinstance(tree, CostTree) else 1.0)
+
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
         It is shorter than every prompt, because each row must read a token itself. Only for decoding without a
@@ -188,6 +196,8 @@ class DecodeState:
         prompts replace the answers of ``rows``: a single one, or None for all.
         """
         rows = list(range(len(prompts))) if rows is None else rows
+        if self.cache.rows == 1:  # an answer must not depend on the one before
+            self._pace = self._new_pace()
         hidden_states = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
         tokens = pad_sequence([torch.tensor(ids, device=self.base.device) for ids in prompts], batch_first=True)
@@ -252,6 +262,10 @@ class DecodeState:
         hidden = hidden.map(lambda h: h.gather(1, acceptance.nodes[..., None].expand(-1, -1, h.shape[-1])))
         records, answers = _on_host(numbers, tokens)
         self._commit(acceptance.nodes, path, hidden, [len(answer) for answer in answers])
+        if (forecast := proposal.forecast) is not None:
+            self._pace.count(sum(map(len, answers)), forecast.cost)
+            for expected, record in zip(forecast.tokens, records, strict=True):
+                record |= {"expected": expected, "expected_s": forecast.seconds}
         self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
         return Step(
@@ -270,6 +284,8 @@ class DecodeState:
         config = self.config.draft_config if depth is None else self.config.draft_config.truncate(depth)
         if self.session is None or config.depth == 0:
             return root_only(self.last_token)
+        if isinstance(config.tree, CostTree):
+            config = replace(config, speedup=self._pace.speedup)
         is_sampled = config.draft_sampling is not DraftSampling.TOP_K
         rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if is_sampled else None
         return self.session.draft(self.last_token, config, rng)

@@ -24,7 +24,10 @@ from torch import Tensor
 from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec
 from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.cost_growth import other_drafts, price_drafts
+from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
+from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 from drafthead.system.devices import is_host, on_device
@@ -120,6 +123,7 @@ class CombinedDrafter(CompositeDrafter):
         self.nodes, self.depth = nodes, max(drafter.depth for drafter in drafters)
         self.names = tuple(names or (type(drafter).__name__ for drafter in drafters))
         self.tree = union(self.trees)
+        self.tree_costs, self.drafts_by_cost = drafters[0].tree_costs, drafters[0].drafts_by_cost
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.trees, self.nodes)
@@ -150,11 +154,14 @@ class CombinedSession(CompositeSession):
 
     def __init__(self, drafter: CombinedDrafter, rows: int) -> None:
         super().__init__(drafter, rows)
-        self._own_numbers: list[Tensor] = []  # the second result of ``combine`` for the latest draft
+        self._own_numbers: list[Tensor] = []
+        """The second result of ``combine`` for the latest draft; of a tree by cost, only that of the first drafter."""
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         drafter = self.drafter
+        if isinstance(draft_config.tree, CostTree):
+            return self._draft_by_cost(last_token, draft_config, rng)
         parts = zip(drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True)
         (head, head_config, session), *others = parts
         proposals = [other.draft(last_token, config.truncate(part.depth), rng) for part, config, other in others]
@@ -167,10 +174,37 @@ class CombinedSession(CompositeSession):
         proposal, self._own_numbers = combine([first, *proposals])
         return proposal
 
+    def _draft_by_cost(self, last_token: Tensor, config: DraftConfig, rng: RandomSource | None) -> Proposal:
+        """Draft the tree that pays. The likeliest drafts of all drafters compete in one order. If the first drafter
+        draws its drafts, those of the others are chosen before."""
+        assert isinstance(config.tree, CostTree)
+        drafter, session = self.drafter, self.sessions[0]
+        grows = isinstance(session, StepwiseSession)
+        scored = []
+        for part, tree, other in list(zip(drafter.drafters, drafter.trees, self.sessions, strict=True))[grows:]:
+            likeliest = DraftConfig(tree=tree.truncate(min(config.depth, part.depth)), likelihoods=True)
+            model = AcceptanceModel() if isinstance(part, StepwiseDrafter) else config.tree.costs.lookup
+            scored.append((other.draft(last_token, likeliest), model))
+        others, self._own_numbers = other_drafts(last_token, scored), []
+        if not isinstance(session, StepwiseSession):
+            return price_drafts(last_token, config, others)
+        config_of_head = config.truncate(drafter.drafters[0].depth)
+        if config.draft_sampling is DraftSampling.TOP_K:
+            proposal = session.draft_by_cost(last_token, config_of_head, others=others)
+            own = torch.arange(len(proposal.shape), device=last_token.device)
+            self._own_numbers = [own.expand_as(proposal.tokens)]
+            return proposal
+        priced = price_drafts(last_token, config, others)
+        drawn = session.draft_by_cost(last_token, config_of_head, rng, verified=len(priced.shape) - 1)
+        combined, numbers = combine([drawn, priced])
+        self._own_numbers = numbers[:1]
+        return replace(combined, forecast=drawn.forecast)
+
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        if nodes is None or not self._own_numbers:
+        number = self.sessions.index(session)
+        if nodes is None or number >= len(self._own_numbers):
             return None
-        return self._own_numbers[self.sessions.index(session)].gather(1, nodes)
+        return self._own_numbers[number].gather(1, nodes)
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:

@@ -36,6 +36,8 @@ class LMDrafter(Drafter):
 class ModelDrafter(LMDrafter):
     """A causal LM with the target's tokenizer that drafts for the target; usually a smaller model."""
 
+    drafts_by_cost = True
+
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
         super().__init__(model, target, num_tokens)
         self.d2t = torch.arange(model.vocab_size, device=model.device)

@@ -14,15 +14,19 @@ from typing import Annotated
 from pydantic import Field
 
 from drafthead.errors import UserError
+from drafthead.files.local import read_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
+from drafthead.models.decoding.cost_tree import CostTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.tree_names import UNMEASURED, parse_tree
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.experimental.words import WORDS
 from drafthead.models.drafters.kinds import Expression, Kind, Parts
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
@@ -81,9 +85,33 @@ class DrafterConfig:
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
     cut, and may leave A no room. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
+    tree: str = "head"
+    """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], cost[:NODES] or a tree.json. ``head`` is the
+    head's own tree, calibrated in training, or else a chain. ``expansion`` lists the children of a node per level
+    (SpecInfer). ``dynamic`` grows a tree of NODES nodes in each step, and expands WIDTH nodes per level (EAGLE-2).
+    ``cost`` drafts in each step only what pays on this machine, up to NODES nodes (32)."""
 
     def __post_init__(self) -> None:
         parse_drafter(self.drafter)
+        if self.tree != "head" and parse_tree(self.tree, 1, UNMEASURED) is None:
+            read_json(Path(self.tree))
+
+    @property
+    def by_cost(self) -> bool:
+        return isinstance(parse_tree(self.tree, 1, UNMEASURED), CostTree)
+
+    def tree_of(self, drafter: Drafter, rows: int = 1) -> TokenTree | DynamicTree | CostTree:
+        """Return the tree of ``drafter`` for a batch of ``rows``."""
+        if self.tree == "head":
+            return default_draft_config(drafter, rows).tree
+        tree = parse_tree(self.tree, drafter.depth, drafter.tree_costs)
+        return read_tree(Path(self.tree), drafter.depth) if tree is None else tree
+
+    def with_tree(self, head: Drafter, head_config: DraftConfig) -> DraftConfig:
+        """Return ``head_config`` with the tree of these settings for ``head``."""
+        tree = self.tree_of(head)
+        threshold = head_config.confidence_threshold if isinstance(tree, TokenTree) else 0.0
+        return head_config if self.tree == "head" else replace(head_config, tree=tree, confidence_threshold=threshold)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
         """Return the drafter of these settings, in which the word ``head`` stands for ``head``, and its draft
@@ -188,14 +216,19 @@ def build_drafter(
     """
     parts = [build_drafter(operand, base, head, head_config, nodes) for operand in expression.parts]
     if expression.kind == "combine":
+        first_config = parts[0][1]
+        if isinstance(first_config.tree, CostTree):
+            parts[0] = parts[0][0], default_draft_config(parts[0][0])
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            raise UserError(
-                "only a head with a static tree can be combined; set tree=head, tree=chain:K or tree=expansion:1-1-3"
-            )
+            known = "tree=head, tree=cost, tree=chain:K or tree=expansion:1-1-3"
+            raise UserError(f"only a head with a static tree or a tree by cost can be combined; set {known}")
         names = [operand.text.strip() for operand in expression.parts]
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
-        config = replace(parts[0][1], tree=union(trees))
+        tree: TokenTree | CostTree = union(trees)
+        if isinstance(first_config.tree, CostTree):
+            tree = replace(first_config.tree, depth=drafter.depth)
+        config = replace(first_config, tree=tree)
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
             raise UserError(

@@ -20,8 +20,10 @@ from torch import Tensor
 from drafthead.data.batch import BaseHidden
 from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.candidates import root_only
+from drafthead.models.decoding.cost_growth import other_drafts, price_drafts
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
-from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import is_host, on_device
@@ -58,6 +60,8 @@ class PromptLookup(Drafter):
     function of the context, so they are top-k candidates for any ``draft_sampling``. Only depth and number of nodes of
     a ``DraftConfig`` are used."""
 
+    drafts_by_cost = True
+
     def __init__(
         self,
         num_tokens: int = 10,
@@ -85,7 +89,7 @@ class PromptLookup(Drafter):
         self.max_ngram, self.matches, self.per_match = max_ngram, matches, per_match
         self.depth = num_tokens
         paths = [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
-        self.tree = TokenTree.from_paths(paths)
+        self.tree: TokenTree = TokenTree.from_paths(paths)
 
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
@@ -163,6 +167,10 @@ class LookupSession(Session):
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        if isinstance(draft_config.tree, CostTree):
+            likeliest = DraftConfig(tree=self._drafter.tree.truncate(draft_config.depth), likelihoods=True)
+            drafts = other_drafts(last_token, [(self.draft(last_token, likeliest), draft_config.tree.costs.lookup)])
+            return price_drafts(last_token, draft_config, drafts)
         depth = min(draft_config.depth, self._drafter.depth)
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)

@@ -22,6 +22,7 @@ from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal, SessionPart
 from drafthead.models.decoding.node_cache import LMSession, add_nodes, pending_shape
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm, Mask
@@ -170,9 +171,9 @@ class KangarooHead(DraftHead):
         return KangarooSession(self, rows, cache)
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
-        # A dynamic tree may read nodes that it does not select.
+        # A tree that is chosen in each step may read nodes that it does not select.
         tree = draft_config.tree
-        return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
+        return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree | CostTree) else 0
 
 
 class KangarooSession(HeadSession):

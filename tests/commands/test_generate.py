@@ -14,6 +14,7 @@ from drafthead.commands.chat import Chat, ChatConfig
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import prompt_ids, user_turn
 from drafthead.errors import visible
+from drafthead.files.local import read_json
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
@@ -79,6 +80,28 @@ def test_settings_that_no_command_applies_are_named(
         shown = capsys.readouterr().out
         assert "with repetition_penalty=1.2" in shown
         assert "not applied, of the base's generation_config.json: num_beams=3, guidance_scale=1.5" in shown
+
+
+def test_trees_by_cost_are_named_in_both_commands(
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The costs of a step are measured, because no head brings them."""
+    tiny_base().stock().save_pretrained(tmp_path)
+    base = [f"base.name={tmp_path}", "base.tokenizer=builtin:tiny", "max_new_tokens=8", "tree=cost"]
+    for drafter in ("head=prompt_lookup:3", "head=early_exit:1:2", "head=early_exit:1:2+prompt_lookup:3"):
+        call("generate", drafter, *base, "hello")
+        assert "and the same text: speedup" in capsys.readouterr().out
+    call("chat", "head=early_exit:1:2", *base, "hello")
+    assert "mean accepted length" in capsys.readouterr().out
+    call_fails("cannot be read", "generate", "head=prompt_lookup:3", *base[:-1], "tree=cost:1", "hello")
+    suite = tmp_path / "s.jsonl"
+    suite.write_text("".join(f'{{"prompt": "{c * 9}"}}\n' for c in "abcd"))
+    more = [f"suite={suite}", "split=test", "stock_baseline=false", f"out={tmp_path / 'out'}"]
+    call("eval", "head=early_exit:1:2", "drafter=head+prompt_lookup:3", *base, *more)
+    evaluation = read_json(tmp_path / "out" / "eval.json")
+    assert evaluation["tree"]["spec"] == "cost" and evaluation["predicted"]["mean_accepted_length"] >= 1
+    same = evaluation["overall"]["methods"]["speculative"]["identical_outputs"]
+    assert same["same"] == same["of"] == 2
 
 
 # Conversations --------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.replay import own_row, rows_of
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler

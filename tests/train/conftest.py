@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.train.pipeline import run_pipeline
 from support import assert_same_run, composed, losses_of

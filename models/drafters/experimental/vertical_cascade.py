@@ -13,8 +13,8 @@ from drafthead.data.batch import BaseHidden
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.candidates import root_only
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
-from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.loop import EXACT, check_drafter, default_draft_config
 from drafthead.models.decoding.node_cache import ModelCache
 from drafthead.models.decoding.random_source import RandomSource

@@ -187,6 +187,7 @@ class DraftHead(nn.Module, Drafter):
         self.base_identity, self.base_fingerprint = base.identity(), base.fingerprint
         self.depth, self.vocab_size = config.num_draft_tokens, base.vocab_size
         self.batch_trees = {}
+        self.drafts_by_cost = True
         self.packed = PackedCopies()
         self._copied_dtype: torch.dtype | None = None
         ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to("cpu", torch.int64)

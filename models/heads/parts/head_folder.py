@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from drafthead.files import local
 from drafthead.files.hub import fetch, refuse_pickles
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
+from drafthead.models.decoding.cost_tree import TreeCosts
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import check
 
 FORMAT = 2  # version of ``config.json``
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -87,6 +90,8 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
     content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
     if drafter.batch_trees:
         content["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
+    if drafter.tree_costs is not None:
+        content["costs"] = asdict(drafter.tree_costs)
     local.write_json(folder / TREES, content)
 
 
@@ -109,7 +114,7 @@ def write_custom_generate(folder: Path) -> None:
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
-    """Set the trees and confidence threshold of ``drafter`` from ``tree.json``, if ``folder`` has one."""
+    """Set the trees, confidence threshold and costs of ``drafter`` from ``tree.json``, if ``folder`` has one."""
     path = local.safe_join(folder, TREES)
     if not path.exists():
         return
@@ -125,6 +130,11 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
         what = f"{path} has confidence_threshold={threshold!r}, which must be in [0, 1)"
         raise UserError(f"{what}; correct it or calibrate again")
     drafter.confidence_threshold = float(threshold)
+    if (costs := content.get("costs")) is not None:
+        try:
+            drafter.tree_costs = check(costs, TreeCosts, "costs")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path} has unusable costs ({error}); calibrate again") from None
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:

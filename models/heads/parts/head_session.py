@@ -122,6 +122,10 @@ class HeadSession(StepwiseSession):
         for part in self.parts:
             part.rollback(lengths)
 
+    @property
+    def drafts_at_once(self) -> bool:
+        return not self.inference_head.reads_drafts
+
     def draft_hidden(self) -> Tensor:
         """Return the state [B, D] from which the head drafts in each row."""
         return self.hidden

@@ -45,8 +45,8 @@ def test_exact_rules_keep_the_distribution(case: Case) -> None:
 def test_the_whole_certificate() -> None:
     rows = certify.certify()
     counts = Counter(row.result for row in rows)
-    assert counts["FAILED"] == 0 and counts["exact"] >= 1030
-    assert (counts["lossy"], counts["biased"], counts["refused"]) == (18, 2, 7)
+    assert counts["FAILED"] == 0 and counts["exact"] >= 1138
+    assert (counts["lossy"], counts["biased"], counts["refused"]) == (18, 4, 7)
     assert sum(row.outcomes for row in rows) >= 1_242_450
 
 
@@ -113,9 +113,10 @@ def test_biased_constructions_are_refused() -> None:
 
 
 def test_published_ways_to_draft_less_are_found_biased() -> None:
-    first, second = counterexamples()
-    rows = [certify.check(case) for case in (first, second)]
-    assert [(row.result, round(row.total_variation or 0, 9)) for row in rows] == [("biased", 0.05), ("biased", 0.15)]
+    first, second, *by_cost = counterexamples()
+    rows = [certify.check(case) for case in (first, second, *by_cost)]
+    assert {row.result for row in rows} == {"biased"}
+    assert [round(row.total_variation or 0, 9) for row in rows] == [0.05, 0.15, 0.16, 0.21]
     assert certify.check(replace(first, draft=second.draft)).result == "FAILED"
     in_order = certify.certify(only="<2,2>, stops by its prefix")
     assert {row.result for row in in_order} == {"exact"} and {row.draft_sampling for row in in_order} == {
@@ -123,6 +124,14 @@ def test_published_ways_to_draft_less_are_found_biased() -> None:
         "with replacement",
         "without replacement",
     }
+
+
+@cases("kind", "top k", "with replacement", "without replacement")
+def test_trees_by_cost_keep_the_distribution(kind: str) -> None:
+    """And enumerate trees of different sizes, which would be biased if they depended on the drawn tokens."""
+    chosen = [case for case in all_cases() if case.shape.name.startswith("by cost") and case.sampler == RAW]
+    rows = [certify.check(case) for case in chosen if certify.labels(case)["draft_sampling"] == kind]
+    assert len(rows) >= 3 and {row.result for row in rows} == {"exact"}
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

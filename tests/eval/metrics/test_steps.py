@@ -23,9 +23,9 @@ from drafthead.eval.metrics.speedup_breakdown import (
     speedup_breakdown,
 )
 from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, by_span, speedup, step_table
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.files.local import finite
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 from support import cases, steady_answer, step_record
 from support import step_record as step

@@ -24,8 +24,8 @@ from drafthead.eval.metrics.summary import method_names, speedup_of, summarise
 from drafthead.eval.report.tables import quality_table
 from drafthead.eval.timing.interleaved import TimedResults, failed
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog
-from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
+from drafthead.models.decoding.cost_model import CostModel
 from support import TinyBase, cases, refuses, row_of, steady_answer, summarised
 
 NAMES = ("transformers", "autoregressive", "speculative")

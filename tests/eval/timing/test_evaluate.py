@@ -15,9 +15,10 @@ from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.report.tables import console_lines
 from drafthead.eval.timing.methods import methods, transformers_generate
-from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler

@@ -17,8 +17,8 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
+from drafthead.models.decoding.candidates import MISSING, draw_candidates
 from drafthead.models.decoding.drafter import DraftSampling, Proposal
-from drafthead.models.decoding.growth import MISSING, draw_candidates
 from drafthead.models.decoding.processed import ProcessedSampler
 from drafthead.models.decoding.random_source import _BLOCK, DRAFT, VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Contexts, OutputSampler, Sampler

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
@@ -28,6 +30,11 @@ from support import Context, TinyBase, assert_rows_are_independent, assert_same_
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
+COSTS = CostModel(verify={1: 1.0, 4: 1.1, 8: 1.2, 64: 9.0}, draft=0.02, overhead=0.0, context=8)
+SURE = AcceptanceModel(weight=0.2)  # of drafts that a random drafter is not sure of
+BY_COST = DraftConfig(
+    tree=CostTree(costs=TreeCosts(costs={1: COSTS}, acceptance=SURE, lookup=SURE), nodes=9, width=3, depth=4)
+)
 
 
 def combined(base: BaseModel, nodes: int | None = None) -> Drafter:
@@ -57,6 +64,10 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
         exit_after(base, 2), VerticalCascade(exit_after(base, 1), None, num_tokens=2)
     ),
     "combined": combined,
+    "by cost": lambda base: early_exit(base, 2),
+    "by cost, combined": combined,
+    "by cost, with early exit": with_adapter,
+    "by cost, lookup": lambda base: PromptLookup(4, matches=2),
     "combined, dynamic": combined,
     "combined, 2 nodes": lambda base: combined(base, 2),
     "combined, 5 nodes": lambda base: combined(base, 5),
@@ -82,14 +93,15 @@ CONFIGS = {
     "dynamic": DYNAMIC,
     "confident": DraftConfig(tree=TokenTree.chain(5), confidence_threshold=0.3),
     "combined, dynamic": DYNAMIC,
+    **dict.fromkeys(("by cost", "by cost, combined", "by cost, with early exit", "by cost, lookup"), BY_COST),
     "combined with early exit, dynamic": DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4)),
     "relay, confident": DraftConfig(tree=TokenTree.chain(6), confidence_threshold=0.3),
     "sampled": SAMPLED,
 }
 """Settings for drafting, if not the drafter's own."""
 GREEDY = [name for name in DRAFTERS if name != "sampled"]
-DEPEND_ON_OTHER_ROWS = ("nodes", "memory")
-"""Rows share the room of a small union, and remembered answers."""
+DEPEND_ON_OTHER_ROWS = ("nodes", "memory", "by cost")
+"""Rows share the room of a small union, remembered answers, and the price of time."""
 
 
 ON_GEMMA = ("chain", "expansion", "nested twice", "combined", "relay")

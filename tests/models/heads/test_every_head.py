@@ -15,6 +15,8 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -50,10 +52,12 @@ from support import (
 SAMPLED = ("hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark")
 UNTRAINED_AS_BASE = ("hydra", "hydra_pp", "mlp_on_base", "medusa", "medusa_last", "medusa_tied", "dspark_state")
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
+COSTS = CostModel(verify={1: 1.0, 8: 1.1, 64: 9.0}, draft=0.01, overhead=0.0, context=8)
 PLANS = {
     "chain": DraftConfig(tree=TokenTree.chain(3)),
     "tree": DraftConfig(tree=TokenTree.expansion([3, 2, 1])),
     "dynamic": DraftConfig(tree=DynamicTree(width=3, depth=3, nodes=9)),
+    "by cost": DraftConfig(tree=CostTree(costs=TreeCosts(costs={1: COSTS}), width=3, depth=3)),
     "stops": DraftConfig(tree=TokenTree.expansion([2, 2, 1]), confidence_threshold=0.3),
 }
 
@@ -250,11 +254,12 @@ def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
         options: dict[str, Any] = {"max_new_tokens": 16, "draft_config": draft_config, "ignore_eos": True}
         refilled = decode_batch(base, head, PROMPTS, batch_size=2, **options)
         counts = [[[step.accepted for step in r.steps[:-1]] for r in rs] for rs in (both, refilled)]
-        assert [r.tokens for r in refilled] == plain and counts[0] == counts[1], name
+        shared = name == "by cost"  # the rows of a batch share the price of time
+        assert [r.tokens for r in refilled] == plain and (shared or counts[0] == counts[1]), name
         accepted = [(step.accepted, step.depth) for r in both for step in r.steps]
         assert sum(a for a, _ in accepted) > 3 and any(a < depth for a, depth in accepted), name
         # The last step drafts no more than remains; in a batch, the row with the most remaining tokens decides.
-        assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
+        assert shared or [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
 
 
 @every_case

@@ -1,0 +1,149 @@
+"""Fit of the probability that a draft is accepted (``AcceptanceModel``) on finished answers, and its error on others.
+
+Along an answer, every draft's fate is known: it is accepted if it is the answer's next token. A draft counts only if
+all drafts above it were accepted, so the drafter reads the answer's own tokens.
+
+Shape legend: n draft positions of any answers, S candidates of a position, K depths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from drafthead.data.answers.store import Answer
+from drafthead.eval.trees.simulate import batches, forced_logits, matching_drafts, positions
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_tree import LEAST, MOST, WIDTH, AcceptanceModel, Floats, TreeCosts
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
+from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.token_tree import TokenTree
+
+ROWS = 16  # answers at a time
+RIDGE = 1.0  # weight of a bias's square, in drafts: a candidate that is never accepted keeps a finite bias
+BINS = 10  # of predicted probabilities, over which the calibration error is averaged
+
+
+@dataclass(frozen=True)
+class Fates:
+    """Candidates whose parents were accepted, and which of them were."""
+
+    likelihoods: Floats  # [n, S] the drafter's probabilities
+    accepted: npt.NDArray[np.int64]  # [n] the accepted candidate; S: none
+    depths: npt.NDArray[np.int64]  # [n] from 1
+
+    @property
+    def labels(self) -> Floats:  # [n, S]
+        labels: Floats = (self.accepted[:, None] == np.arange(self.likelihoods.shape[1])).astype(np.float64)
+        return labels
+
+
+@torch.inference_mode()
+def candidate_fates(
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, width: int = WIDTH
+) -> Fates | None:
+    """Return the fates of a drafter's ``width`` likeliest candidates at all positions of ``texts``, the base's own
+    answers under ``sampler``; None if it drafts nothing. Drafters without distributions, such as prompt lookup, have
+    one candidate."""
+    likelihoods, accepted, depths = [], [], []
+    follow = _candidates if isinstance(drafter, StepwiseDrafter) else _copies
+    for batch, base_hidden in batches(base, drafter, texts, sampler, ROWS):
+        for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            for chances, fate, depth in follow(drafter, session, last, [batch[row] for row in rows], t, width):
+                likelihoods.append(chances)
+                accepted.append(fate)
+                depths.append(depth)
+    if not likelihoods:
+        return None
+    return Fates(np.array(likelihoods), np.array(accepted), np.array(depths))
+
+
+Fate = tuple[list[float], int, int]  # likelihoods [S], the accepted candidate (S: none), the depth
+
+
+def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: int, width: int) -> list[Fate]:
+    assert isinstance(drafter, StepwiseDrafter)
+    fates: list[Fate] = []
+    for k, logits in enumerate(forced_logits(session, last, texts, t, drafter.depth)):
+        values, candidates = logits.topk(width, dim=-1)
+        chances = (values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
+        for text, row, ids in zip(texts, chances, drafter.d2t.take(candidates).tolist(), strict=True):
+            at = text.boundary + t + 1 + k
+            if at < len(text.ids):
+                fates.append((row, ids.index(text.ids[at]) if text.ids[at] in ids else width, k + 1))
+    return fates
+
+
+def _copies(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: int, width: int) -> list[Fate]:
+    proposal = session.draft(last, DraftConfig(tree=TokenTree.chain(drafter.depth), likelihoods=True))
+    if len(proposal.shape) == 1:
+        return []
+    counts, drafted = matching_drafts(proposal, texts, t).tolist(), (proposal.shape.parents >= 0).sum(1).tolist()
+    fates: list[Fate] = []
+    for n, text in enumerate(texts):
+        ahead = len(text.ids) - text.boundary - t - 1  # drafts after the answer's end have no fate
+        count = min(drafted[min(n, len(drafted) - 1)], ahead, counts[n] + 1)
+        chances = proposal.likelihoods[n, 1 : count + 1].tolist()
+        fates += [([chance], int(k >= counts[n]), k + 1) for k, chance in enumerate(chances)]
+    return fates
+
+
+def fit_acceptance(fates: Fates) -> AcceptanceModel:
+    """Return the model of the largest likelihood, with a small penalty of large biases."""
+    depth, width = int(fates.depths.max()), fates.likelihoods.shape[1]
+    q = torch.from_numpy(fates.likelihoods).clamp(LEAST, MOST)
+    feature, labels, at = torch.logit(q), torch.from_numpy(fates.labels), torch.from_numpy(fates.depths) - 1
+    weight = torch.zeros((), dtype=torch.float64, requires_grad=True)  # its logarithm, because it is positive
+    bias = torch.zeros(depth, width, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        logits = weight.exp() * feature + bias[at]
+        total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum") + RIDGE * bias.square().sum()
+        total = total / len(labels)
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    with torch.inference_mode(False), torch.enable_grad():
+        optimiser.step(loss)  # type: ignore[no-untyped-call]
+    means = [fates.labels[fates.depths == k].mean(0).tolist() for k in range(1, depth + 1)]
+    return AcceptanceModel(weight=float(weight.detach().exp()), bias=bias.detach().tolist(), mean=means)
+
+
+def with_acceptance(
+    base: BaseModel, head: Drafter, texts: Sequence[Answer], sampler: Sampler, costs: TreeCosts
+) -> TreeCosts:
+    """Return ``costs`` with the acceptance of drafts of ``head`` and of prompt lookup, fitted on ``texts``."""
+    fates = [candidate_fates(base, drafter, texts, sampler) for drafter in (head, PromptLookup())]
+    acceptance, lookup = (AcceptanceModel() if each is None else fit_acceptance(each) for each in fates)
+    return replace(costs, acceptance=acceptance, lookup=lookup)
+
+
+def calibration_rows(model: AcceptanceModel, fates: Fates) -> list[dict[str, Any]]:
+    """Return rows of a table of predicted and real acceptance, by depth and rank."""
+    rows = []
+    for depth in range(1, int(fates.depths.max()) + 1):
+        here = fates.depths == depth
+        predicted, real = model.probs(fates.likelihoods[here], depth).mean(0), fates.labels[here].mean(0)
+        for rank, (expected, share) in enumerate(zip(predicted.tolist(), real.tolist(), strict=True)):
+            rows.append(
+                {"depth": depth, "rank": rank, "positions": int(here.sum()), "predicted": expected, "accepted": share}
+            )
+    return rows
+
+
+def calibration_error(model: AcceptanceModel, fates: Fates) -> float:
+    """Return the expected calibration error: |predicted - real| share of acceptance, averaged over bins of drafts."""
+    predicted = np.concatenate(
+        [model.probs(fates.likelihoods[fates.depths == k], k).flatten() for k in np.unique(fates.depths)]
+    )
+    labels = np.concatenate([fates.labels[fates.depths == k].flatten() for k in np.unique(fates.depths)])
+    bins = np.minimum((predicted * BINS).astype(np.int64), BINS - 1)
+    return sum(abs(float((predicted - labels)[bins == n].sum())) for n in range(BINS)) / len(labels)
