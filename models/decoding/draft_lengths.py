@@ -2,8 +2,8 @@
 
 A step of R requests with m drafts in all commits R tokens and the accepted drafts. It costs the time of a pass over
 R + m tokens, which the engine's own steps show. A draft is accepted if all drafts before it are, so the next best draft
-of a batch is the one with the largest product of rates along its chain. Adding drafts in this order, the m with the
-largest number of expected tokens per second is best. For the rates 0.9, 0.8 and 0.3 of two requests::
+of a batch is the one with the largest product of rates along its chain. Drafts are added in this order, by the rule of
+trees by cost (``cost_tree.py``). For the rates 0.9, 0.8 and 0.3 of two requests::
 
     m                  0     1 (a: 0.9)   2 (a: 0.9, 0.8)   3 (b: 0.3)
     expected tokens    2     2.9          2.9 + 0.72        3.62 + 0.3
@@ -15,12 +15,15 @@ from statistics import median
 
 import numpy as np
 
+from drafthead.models.decoding.cost_tree import Pace, best_count
+
 KEPT = 32  # latest times of steps with one number of tokens
 PROBES = (1.0, 0.0, 0.5)
 """Shares of the drafts with which the first steps are tried in turn, until there are times of ``PROBED`` steps."""
 PROBED = 24
 PAUSE = 32  # steps without drafts after drafting did not pay, before it is tried again
 SMOOTHING = 0.1  # weight of the latest step in the mean gain
+MEMORY = 4096.0  # latest tokens of plain decoding whose speedup decides the price of time
 
 
 class DraftLengths:
@@ -30,6 +33,7 @@ class DraftLengths:
         self._times: dict[int, deque[float]] = {}
         self._recorded = 0
         self._drafting: deque[float] = deque(maxlen=KEPT)
+        self._pace = Pace(1.0, MEMORY)
         self._advantage = 0.0  # mean relative gain in tokens per second over steps without drafts
         self._paused = 0
 
@@ -70,14 +74,14 @@ class DraftLengths:
         return [rows.count(row) for row in range(len(rates))]
 
     def _best(self, requests: int, chances: list[float]) -> int:
-        """Return the number of drafts with the most expected tokens per second; pause if drafting does not pay."""
-        expected = requests + np.cumsum([0.0, *chances])
-        times = np.array(self.seconds([requests + n for n in range(len(expected))]))
+        """Return the number of drafts that pays; pause if drafting does not pay."""
+        times = self.seconds([requests + n for n in range(len(chances) + 1)])
+        plain = requests / times[0]  # tokens per second
+        best, _ = best_count(chances, times, plain * self._pace.speedup)
         drafting = median(self._drafting) if self._drafting else 0.0
-        speeds = expected / (times + drafting)
-        best = int(speeds.argmax())
-        advantage = float(speeds[best] * times[0] / requests) - 1
-        self._advantage += SMOOTHING * (advantage - self._advantage)
+        expected, cost = requests + sum(chances[:best]), (times[best] + drafting) * plain
+        self._pace.count(expected, cost)
+        self._advantage += SMOOTHING * (expected / cost - 1 - self._advantage)
         if self._advantage < 0:
             self._paused, self._advantage = PAUSE, 0.0
         return best
