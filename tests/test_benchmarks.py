@@ -15,11 +15,12 @@ from head_cases import EXAMPLE
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.trees.simulate import read_hidden_states
+from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.adapt import OnlineConfig
 from drafthead.train.trainer.optim import OptimConfig
-from support import TinyBase, cases, refuses
+from support import TinyBase, cases, noisy_head, refuses
 
 Load = Callable[[str], ModuleType]
 
@@ -28,6 +29,7 @@ Load = Callable[[str], ModuleType]
     "name, given, says",
     ("served", ["--heads", "a=b", "--rounds", "0"], "--rounds .*, got 0"),
     ("batches", ["--head", "nowhere", "--rows", "1,0"], "--rows .*, got 1,0"),
+    ("cost_trees", ["--head", "nowhere", "--rows", "0"], "--rows .*, got 0"),
     ("draft_shapes", ["--depths", "1,2", "--widths", "16"], "one width per depth, got 1 for 2 depths"),
     ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps .*, got 0"),
     ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "phase 'joint'"),
@@ -204,6 +206,33 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     learning, costs = module.follow(head, stream, config)
     assert costs["updates"] == 6
     assert learning[:4] == frozen[:4] and module.mean(learning[16:]) > module.mean(frozen[16:])
+
+
+# Trees by cost -------------------------------------------------------------------------------------------------
+
+
+@cases("rows", 1, 2)
+def test_trees_by_cost_are_compared_on_equal_texts(
+    script: Load, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    module, base = script("cost_trees"), tiny_base()
+    head = noisy_head(MedusaConfig(num_draft_tokens=2), base, 0.1)
+    monkeypatch.setattr(module, "load_base_and_head", lambda folder: (base, head))
+    costs = CostModel(
+        verify={1: 1e-3, 32: 1.1e-3}, draft=1e-5, overhead=0.0, context=9, draft_by_depth=[0.0, 1e-5, 2e-5]
+    )
+    monkeypatch.setattr(module, "measure_costs", lambda *given, **named: costs)
+    (tmp_path / "s.jsonl").write_text("".join(f'{{"prompt": "{c * 9}", "task": "{c}"}}\n' for c in "abcdef"))
+    given = ["--suite", str(tmp_path / "s.jsonl"), "--limit", "3", "--max-new-tokens", "12", "--rows", str(rows)]
+    module.main(["--head", "any", "--lookup", "3", *given, "--json", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    compared = {row["method"]: row for row in record["rows"]}
+    assert {"autoregressive", "by cost", "by cost + lookup"} < {*compared}
+    assert any(name.startswith("dynamic") for name in compared)
+    assert all(row["same"] == row["of"] == 3 for row in compared.values())
+    for name in ("by cost", "by cost + lookup"):
+        assert compared[name]["nodes"] > 1 and compared[name]["expected_tokens"] >= 1
+        assert 0 < compared[name]["expected_ms"] < 1.2 * rows
 
 
 # GPU checklist -------------------------------------------------------------------------------------------------
