@@ -255,7 +255,7 @@ def nothing(*_args: Any) -> None:
     ("cache.recurrent.TreeState", causal, "qwen3_5_text", "qwen3_5_text run as a tree differ"),
     ("cache.recurrent.TreeState", causal, "kimi_linear", "kimi_linear run as a tree differ"),
     ("cache.recurrent.TreeState", causal, "bamba", "bamba run as a tree differ"),
-    ("cache.recurrent.advance", nothing, "bamba", "bamba run after a tree differ"),
+    ("cache.recurrent.advance", nothing, "bamba", "bamba run as a tree differ"),
     ("base.base_model.read_by_document", whole_rows, "lfm2", "lfm2 run as packed documents differ"),
     ("base.base_model.read_by_document", whole_rows, "olmo_hybrid", "olmo_hybrid run as packed documents differ"),
 )
