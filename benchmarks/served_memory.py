@@ -4,7 +4,7 @@
 
 The base has the shape of Llama 2 7B with SmolLM2's vocabulary and random weights; its layers are a hole in a sparse
 file. Nobody runs it: a stand-in for vLLM answers with states made of embeddings, which its output head agrees with, so
-that a run's checks pass. The run (answers, states, a few steps) is a process of its own, whose peak is printed.
+that a run's checks pass. The run (answers, states, a few steps) is a separate process, whose peak is printed.
 """
 
 import json

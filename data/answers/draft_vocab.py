@@ -11,8 +11,8 @@ SMALLEST = 16  # ids
 
 
 def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Return W token ids, [W] int64 ascending: those in ``always`` and the most frequent others by ``counts`` [V], up
-    to ``size`` in all. A head that scores W ids instead of V reads only W / V of its output matrix. Other ids are never
+    """Return W token ids, [W] int64 ascending: ``always`` and the most frequent others by ``counts`` [V], up to
+    ``size`` in all. A head that scores W ids instead of V reads only W / V of its output matrix. Other ids are never
     drafted, so the output stays exact, but acceptance can decrease. Among equally frequent ids the lower one is taken.
     If too few ids have a count above 0, W is less than ``size``, but at least ``SMALLEST``. If ``always`` has more than
     ``size`` ids, raise a ``UserError``."""

@@ -252,8 +252,7 @@ def as_completed(
     check_alive: Callable[[], None],
 ) -> Iterator[T]:
     """Yield ``ask(server, item)`` of all items as they are completed, with ``config.concurrency`` at a time. An error
-    or an interrupt cancels the open requests; it is raised after all finished ones. ``check_alive`` is called while
-    requests wait, and raises if the server has ended."""
+    or an interrupt cancels the open requests, and is raised after all finished ones."""
     waiting = iter(items)
     running = set[asyncio.Task[T]]()
     with asyncio.Runner() as runner:
@@ -295,7 +294,7 @@ class ServerBackend:
     _model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest's entry ``server``: that of a resumed corpus, or the base's name and form of answers."""
+        """Return the manifest's entry ``server``, of a resumed corpus or with the base's name and form of answers."""
         self._recorded = recorded.get("server")
         if self._recorded is None:
             model, as_text = self._find_model()
@@ -371,8 +370,8 @@ class ServerBackend:
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False, for_corpus: bool = False
     ) -> Iterator[Answer]:
         """Yield answers as they arrive, with ``config.concurrency`` requests at a time. With ``check_prompts``, reject
-        a server that reads a prompt as another number of tokens. An error or an interrupt cancels the open requests; it
-        is raised after all finished answers."""
+        a server that reads a prompt as another number of tokens. An error or an interrupt cancels the open requests,
+        and is raised after all finished answers."""
         if not prompts:
             return
         model, as_text = self._find_model()

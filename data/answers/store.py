@@ -28,7 +28,7 @@ Prompt = tuple[int, list[int]]  # number in the corpus's list of prompts, token 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and its answer, as token ids: those of decoding, or those of the answer's text if only this is known."""
+    """A prompt and its answer, as the token ids of decoding, or of the answer's text if only this is known."""
 
     prompt_number: int  # in the list of prompts; unique in a store
     input_ids: npt.NDArray[np.int32]  # [n] tokens of the prompt and then of the answer
@@ -36,7 +36,7 @@ class Answer:
     finished: bool  # False if a limit cut the answer, which then has no end-of-turn token
     hidden_states: npt.NDArray[np.float16] | None = None
     """[n - 1, D], for n tokens of prompt and answer: the base's final hidden state at each token but the last, NaN
-    where it is missing. None if hidden states are not stored."""
+    if it is missing. None if hidden states are not stored."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)
@@ -253,8 +253,8 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove the files of interrupted writes: those of shard number ``shard``, or with None of all shards. With
-        None, no other process may be writing to the store."""
+        """Remove the files of interrupted writes of shard number ``shard``, or with None of all shards. With None, no
+        other process may be writing to the store."""
         name = "*" if shard is None else f"{shard:05}"
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:

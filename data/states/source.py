@@ -15,7 +15,7 @@ class StatesSource(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Number of batches to read before their use, each in a thread of its own."""
+        """Number of batches to read before their use, each in its own thread."""
 
     def prepare(self, documents: Sequence[int]) -> None:
         """Make the states of ``documents`` that are missing. All processes call this at once, with equal lists."""

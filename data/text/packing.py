@@ -136,7 +136,7 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
 
 
 def split_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[list[Piece]]:
-    """Yield rows of ``seq_len`` tokens, filled with documents in order; those that do not fit are cut in pieces.
+    """Yield rows of ``seq_len`` tokens, filled with documents in order. Documents that do not fit are cut.
     ``lengths`` has (number, length) of each document."""
     row, space = list[Piece](), seq_len
     for number, length in lengths:

@@ -154,8 +154,8 @@ def _are_defined(tools: Sequence[dict[str, Any]], text: str) -> bool:
 
 class TranscriptEncoder:
     """Converter of transcripts to token ids, by the chat template of a base. A turn is trained on only if the
-    template's text for it is what the base writes after the prompt that it is served: the same content, and no text of
-    control tokens. Otherwise the transcript is rejected."""
+    template writes it as the base would after a served prompt, with equal content and without control tokens in it.
+    Otherwise the transcript is rejected."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int, template_kwargs: Variables = None
@@ -266,7 +266,7 @@ class TranscriptEncoder:
 
 
 def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Yield ``messages`` with tool calls as templates expect them: objects or JSON, beside content "" or null."""
+    """Yield ``messages`` with tool calls as templates expect them: objects or JSON, with content "" or null."""
     yield messages
     if any("tool_calls" in message for message in messages):
         for as_text, content in ((False, None), (True, ""), (True, None)):

@@ -91,7 +91,7 @@ def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
 
 
 def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, config: EvalConfig) -> Method:
-    """Return our decoding loop as a method; it is autoregressive if ``drafter`` is None."""
+    """Return our decoding loop as a method, autoregressive if ``drafter`` is None."""
 
     def answer(prompts: list[list[int]]) -> list[DecodeResult]:
         results = decode_batch(
@@ -112,7 +112,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 
 def shared_times(result: DecodeResult) -> DecodeResult:
-    """Return ``result`` with its share of the batch's time: that of each step and prefill, divided by its answers.
+    """Return ``result`` with its share of the batch's time: each step's and prefill's time, divided by its answers.
     Times of answers that were decoded together then add up to the time of all, apart from the loop around the steps.
     Tokens per second are the throughput of the whole batch."""
     names = ("draft_s", "verify_s", "total_s")

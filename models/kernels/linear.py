@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 class PackedCopies(nn.Module):
     """Copies of a module's weights for inference, by key, dropped by ``.train()``, ``.to()``, ``load_state_dict``, ...
-    This is a submodule without weights of its own."""
+    The submodule itself has no weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What differs between versions of torch and transformers: renamed arguments, and undocumented names.
+"""Differences between versions of torch and transformers: renamed arguments, and undocumented names.
 
 A release may drop an undocumented name without notice, so ``pyproject.toml`` bounds both versions. The list of all of
 them, with the consequence of each loss, is in ``tests/models/kernels/test_private_apis.py``, which compares it with the

@@ -211,7 +211,7 @@ class Corpora:
 
     @cached_property
     def suite_prompts(self) -> list[list[int]]:
-        """Token ids of the prompts held out for the evaluation, one per conversation: that of its last turn. The list
+        """Token ids of the prompts held out for the evaluation, the last turn's prompt of each conversation. The list
         is empty if the run holds out none, or if there are fewer than ``FEWEST_SUITE_PROMPTS``."""
         if not self.holds_suite:
             return []
@@ -265,8 +265,8 @@ class Corpora:
         return pack(documents, seq_len, split=False, numbers=chosen)
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """Return up to ``size`` ids of the base's vocabulary, [W] int64 ascending: those that end a turn, and the most
-        frequent ones in the answers."""
+        """Return up to ``size`` ids of the base's vocabulary, [W] int64 ascending: ids that end a turn, and the most
+        frequent ids in the answers."""
         counts = self.answers().token_counts(self.base.parts.vocab_size, self.measures)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.parts.eos_ids))
 

@@ -103,7 +103,7 @@ class AnswersConfig:
 
 @settings(kw_only=True)
 class StatesServerConfig(ServerConfig):
-    """How a server is asked for hidden states."""
+    """Settings of requests for hidden states."""
 
     SETTING: ClassVar[str] = "data.states"
 

@@ -34,7 +34,7 @@ FP8_ERROR = 0.1
 
 
 def layers_of(config: OfflineConfig, num_layers: int) -> list[int]:
-    """Return the layers that the files hold: those of the setting, or else those that speculators takes by default."""
+    """Return the layers that the files hold: the setting's layers, or else the defaults of speculators."""
     layers = config.layers or [2, num_layers // 2, num_layers - 3, num_layers]
     if layers[-1] != num_layers:
         what = f"data.offline.layers must end with the base's last layer, {num_layers}, got {layers}"

@@ -1,4 +1,4 @@
-"""The vLLM server that runs a base for a training: it answers, and writes the hidden states that the head reads."""
+"""A vLLM server that runs a base for a training. It answers, and writes the hidden states that the head reads."""
 
 from collections.abc import Sequence
 from pathlib import Path

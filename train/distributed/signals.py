@@ -1,6 +1,6 @@
 """Graceful shutdown: after SIGTERM or SIGINT, finish the step, save a checkpoint and exit with 128 + signal number.
 Outside ``defer_signals`` blocks everything is on disk already, so the program ends at once. Inside a block it ends
-where it checks ``stop_signal``, or at the end of the block. A second Ctrl-C ends it at once."""
+when it checks ``stop_signal``, or at the end of the block. A second Ctrl-C ends it at once."""
 
 import os
 import signal

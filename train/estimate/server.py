@@ -26,7 +26,7 @@ class ServerEstimate:
         self.longest = max(phase.seq_len for phase in plan.phases.values())
         self.layers = len({0, *plan.head.spec.layers, base.num_layers})  # that a server writes
         self.state_bytes = self.layers * base.hidden_size * base.dtype.itemsize
-        # Per token; states pass through a cache of their own.
+        # Per token; states pass through a separate cache.
         self.cache_bytes = base.cache_shape.nbytes(self.longest) / self.longest + self.state_bytes
         self.weights: int = base.model.num_parameters() * base.dtype.itemsize
         self.least_bytes = self.weights + ROWS * self.longest * self.cache_bytes
