@@ -252,7 +252,8 @@ def as_completed(
     check_alive: Callable[[], None],
 ) -> Iterator[T]:
     """Yield ``ask(server, item)`` of all items as they are completed, with ``config.concurrency`` at a time. An error
-    or an interrupt cancels the open requests, and is raised after all finished ones."""
+    or an interrupt cancels the open requests, and is raised after all finished ones. ``check_alive`` is called while
+    requests wait, and raises if the server has ended."""
     waiting = iter(items)
     running = set[asyncio.Task[T]]()
     with asyncio.Runner() as runner:
