@@ -92,8 +92,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the drafters' caches start with room for few tokens, so that they grow in short texts."""
+    """Let the drafters' caches start with room for few tokens, so that they grow in short texts, and let layers with a
+    window drop tokens early."""
     monkeypatch.setattr("drafthead.models.decoding.node_cache.INITIAL_CAPACITY", 8)
+    for name, size in {"CHAIN": 6, "PENDING": 48, "PIECE": 16}.items():
+        monkeypatch.setattr(f"drafthead.models.heads.parts.head_session.{name}", size)
 
 
 @pytest.fixture

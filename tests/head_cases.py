@@ -47,12 +47,14 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             **{"norm_before_fc": True, "norm_output": True, "own_lm_head": False},
         },
         "eagle3_final": {"ttt_steps": 3, "layers": []},
+        "eagle3_window": {"ttt_steps": 3, "window": 6, "induction_rank": 6},
         "eagle31": {
             **{"ttt_steps": 3, "fc_norm": True, "qk_norm": True},
             **{"norm_output": True, "norm_before_residual": True},
         },
         "p_eagle": {"ttt_steps": 3, "parallel": True, "num_layers": 2, "fc_norm": True},
         "p_eagle_parts": {**INDUCTION, **PARTS, "ttt_steps": 3, "parallel": True},
+        "p_eagle_window": {"ttt_steps": 3, "parallel": True, "num_layers": 2, "window": 7, "full_layers": [1]},
     },
     "dspark": {
         "dspark": {"markov_rank": 8},
@@ -62,6 +64,8 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "dspark_induction": {"markov_rank": 4, "induction_rank": 6},
         "dflash": {"markov_rank": 0, "anchor_predicts": False, "layers": [1, 3]},
         "dflash_induction": {"markov_rank": 0, "induction_rank": 6, "anchor_predicts": False},
+        "dflash_window": {"markov_rank": 0, "anchor_predicts": False, "window": 6},
+        "dspark_window": {"markov_rank": 4, "window": 8, "full_layers": [0], "causal": "sliding"},
     },
     "medusa2": {"medusa2": {"num_layers": 2}},
     "kangaroo": {

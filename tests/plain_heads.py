@@ -105,10 +105,11 @@ class PlainLayer:
         outputs = F.linear(x, self.get(f"{name}_proj.weight")).unflatten(-1, (-1, self.size)).transpose(0, 1)
         return self.norm(outputs, f"{name}_norm") if f"{name}_norm.weight" in self.w else outputs
 
-    def attention(self, x: Tensor, prefix: str) -> Tensor:
+    def attention(self, x: Tensor, prefix: str, window: int | None = None) -> Tensor:
         at = torch.arange(len(x))
         q, k, v = (self.heads(x, f"{prefix}{p}") for p in "qkv")
-        return self.attend(self.rotated(q, at), self.rotated(k, at), v, at <= at[:, None], prefix)
+        seen = (at <= at[:, None]) & (at > at[:, None] - (window or len(x)))
+        return self.attend(self.rotated(q, at), self.rotated(k, at), v, seen, prefix)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, prefix: str) -> Tensor:
         k, v = (tensor.repeat_interleave(self.groups, 0) for tensor in (k, v))
@@ -173,7 +174,7 @@ def eagle_chain(
         embedded = base.embedding[torch.tensor(tokens)]
         both = [layer.norm(embedded, "midlayer.input_layernorm"), layer.norm(base_hidden, "midlayer.hidden_norm")]
         residual = both[1] if config["norm_before_residual"] else base_hidden
-        hidden = residual + layer.attention(torch.cat(both, -1), "midlayer.self_attn.")
+        hidden = residual + layer.attention(torch.cat(both, -1), "midlayer.self_attn.", config.get("window"))
         hidden = hidden + layer.mlp(layer.norm(hidden, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
         normed = layer.norm(hidden, "norm")
         logits.append(F.linear(normed[-1], layer.get("lm_head.weight")))
@@ -196,8 +197,11 @@ def drafted_block(
         x = outputs[-1][0, -1] + F.linear(unit(x), layer.get("slot_state.weight")) + layer.get("slot_offset")
     everywhere, factors = torch.arange(time + slots), block.get("factors", 1.0)
     at = everywhere[time:]
-    seen = everywhere <= (at[:, None] if block["causal"] else time + slots)
     for n in range(block["num_layers"]):
+        window = block["windows"][n] if "windows" in block else None
+        causal = window is not None if block["causal"] == "sliding" else block["causal"]
+        seen = everywhere <= (at[:, None] if causal else time + slots)
+        seen = seen & (everywhere > at[:, None] - (window or time + slots))
         name = f"layers.{n}.self_attn."
         normed = layer.norm(x, f"layers.{n}.input_layernorm")
         both = torch.cat([context, normed])

@@ -96,6 +96,7 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
     for label, value in (("on", True), ("off", False)):
         yield label, ", ".join(key for key, given in settings.items() if given is value) or "nothing"
     numbers = {key: given for key, given in settings.items() if type(given) in (int, float, str)}
+    numbers |= {"full_layers": full} if (full := settings.get("full_layers")) else {}
     yield "settings", ", ".join(f"{key} {given}" for key, given in numbers.items())
     yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {head.base.name}"
 

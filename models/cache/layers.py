@@ -116,6 +116,7 @@ class Sliding:
     window: int  # positions that a query sees at most; with chunked attention, the size of a chunk
     room: int  # largest number of pending positions
     held: int  # positions that fit into the memory; with more, drops are rarer, and each copies a whole window
+    spare: int = 0  # committed positions kept before the window, so that ``crop`` can remove as many
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ class SlidingLayers(FullLayers):
         for n, row in enumerate(self.rows):
             row.dropped += max(0, self._span.stop - held)  # of a pass longer than the memory
             self._check(row, row.length)
-            first = max(row.dropped, row.length - window + 1)
+            first = max(row.dropped, row.length - window - self._sizes.spare + 1)
             if row.length - row.dropped + room > held and first > row.dropped:
                 seen = slice(first - row.dropped, row.length - row.dropped)
                 for stack in self.stacks:
@@ -374,4 +375,4 @@ class SlidingLayers(FullLayers):
         return view
 
     def grow(self, capacity: int) -> Self:
-        raise AssertionError("only caches of drafters grow, and they are not trimmed")
+        return self  # the memory does not depend on the number of positions

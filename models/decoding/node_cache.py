@@ -205,6 +205,8 @@ class NodeCache(ABC):
             chain = causal_mask(roots.shape[1], roots.device)
             self._ancestors, self._width = chain.expand(len(roots), -1, -1), roots.shape[1]
             return self.run(roots, self.cache, None, self._ancestors)
+        if len(self._counts) > 1 and max(self._counts) > ROW_BY_ROW:
+            self._catch_up()
         size, counts, inputs = roots.shape[1], self._counts, roots
         self._reserve(size + (0 if self._unread is None else self._unread.shape[1]))
         self._drop_nodes()

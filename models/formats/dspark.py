@@ -9,8 +9,8 @@ n is the number of base layers that the head reads, r the Markov head's rank, an
 
 to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
 never written, and its output head only as the rows of a draft vocabulary, because engines share the target's.
-``target_layer_ids`` counts layer outputs from 0. ``dflash_config.causal`` is always written, because engines have
-different defaults.
+``target_layer_ids`` counts layer outputs from 0. ``dflash_config.causal`` is written because engines have different
+defaults, except if only the layers with a window are causal, which is vLLM's default for ``layer_types`` with windows.
 
 Blocks must be as long as in training (``block_size``) unless the head is causal: every slot (draft position of a block)
 attends to all others, so an engine that drafts fewer tokens computes different drafts.
@@ -23,9 +23,21 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from drafthead.errors import UserError
+from drafthead.models.base.windows import FULL
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
-from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
+from drafthead.models.formats.llama_layer import (
+    LAYER_KEYS,
+    LAYER_ONLY,
+    ROPE_SECTIONS,
+    SLIDING,
+    WINDOW_KEYS,
+    WINDOW_ONLY,
+    layer_config,
+    require_same_layer,
+    window_config,
+    window_settings,
+)
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.parts.draft_head import TiedMarkov
 
@@ -50,15 +62,16 @@ class BlockFormat(Format):
     }
     ignored_tensors = frozenset({SHARED, OUTPUT, "t2d"})  # t2d is for training; engines read d2t
     other_keys = LAYER_KEYS | {
+        *WINDOW_KEYS,
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
         *("dflash_config", *CAUSAL, "logit_scale", "num_target_layers"),
     }
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **LAYER_ONLY,
+        **WINDOW_ONLY,
         **dict.fromkeys("sample_from_anchor shift_label fc_norm".split(), (False,)),
         "projector_type": ("dflash",),
     }
-    harmless = frozenset({"swa_window_size"})  # use_swa says if there is a window
     sections: ClassVar[Mapping[str, str]] = {"dflash_config": ".*", **ROPE_SECTIONS}
     fixed = {"reads_state": Fixed(False, "its slots start from the base's state (ours)", also="head.copy_layers=true")}
     parts = frozenset({"markov_rank", "confidence"})
@@ -90,16 +103,21 @@ class BlockFormat(Format):
             "model_type": "qwen3",
             "architectures": [(DSparkFormat if config.markov_rank else DFlashFormat).architecture],
             "num_hidden_layers": config.num_layers,
-            "layer_types": ["full_attention"] * config.num_layers,
+            "layer_types": [FULL] * config.num_layers,
+            **window_config(config),
             "num_target_layers": head.base.num_layers,
             "intermediate_size": head.decoder_layers[0].mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
             "block_size": config.slots,
             "dflash_config": {**ids, "causal": config.causal},
         }
+        if config.window is not None:
+            settings["dflash_config"]["swa_window_size"] = config.window
+        if config.causal == "sliding":
+            del settings["dflash_config"]["causal"]  # vLLM's default where layer_types names windows
         if scale != 1.0:
             settings["logit_scale"] = scale
-        if config.causal:
+        if config.causal is True:
             settings["is_causal"] = True  # SGLang reads no other key
         if config.markov_rank:
             # DeepSpec has the ids at the top level, vLLM and llama.cpp accept both.
@@ -122,7 +140,9 @@ class BlockFormat(Format):
         what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
         limited = Engine("llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file")
         leaves_out = reduced or layer_config(head.base)["rope_scaling"]
-        return tuple(limited if leaves_out and engine.name == "llama.cpp" else engine for engine in self.engines)
+        return tuple(
+            limited if leaves_out and engine.name == "llama.cpp" else engine.of(head.config) for engine in self.engines
+        )
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
@@ -139,7 +159,10 @@ class BlockFormat(Format):
         if len({bool(config[key]) for key in CAUSAL if key in config}) > 1:
             given = ", ".join(f"{key} {config[key]}" for key in CAUSAL if key in config)
             raise UserError(f"{checkpoint.source} says {given}; set the one it was trained with by config.is_causal")
-        config["is_causal"] = any(config.get(key) for key in CAUSAL)
+        if not any(key in config for key in CAUSAL) and SLIDING in config.get("layer_types", []):
+            # vLLM's default for layers with a window
+            config["is_causal"] = True if FULL not in config["layer_types"] else "sliding"
+        config["is_causal"] = next((value for key in CAUSAL if (value := config.get(key))), False)
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         reads_table, is_gated = config.get("confidence_head_with_markov"), config.get("markov_head_type") == "gated"
         if self.has_markov(config) and (is_gated or not reads_table):
@@ -164,6 +187,7 @@ class BlockFormat(Format):
         anchor = markov and bool(config.get("sample_from_anchor", True))
         return {
             **super().settings(checkpoint),
+            **window_settings(checkpoint, checkpoint.integer("num_hidden_layers")),
             "num_layers": checkpoint.integer("num_hidden_layers"),
             "num_draft_tokens": checkpoint.integer("block_size") - (not anchor),
             "layers": [i + 1 for i in ids],
@@ -247,6 +271,7 @@ class TransformersFormat(DFlashFormat):
     title = "DFlash (assistant_model of transformers)"
     architecture = "MuseGlimmerAssistantModel"
     renames = {**DFlashFormat.renames, r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
+    fixed = {**DFlashFormat.fixed, "window": Fixed(None, "its layers have a sliding window, whose edge differs there")}
     vocabulary_advice = "head.draft_vocab_size=null"
 
     def config(self, head: DSparkHead) -> dict[str, Any]:

@@ -49,11 +49,13 @@ class Eagle3Format(Format):
     }
     sizes = {"target_hidden_size": "hidden_size", **Format.sizes}
     other_keys = llama_layer.LAYER_KEYS | {
+        *llama_layer.WINDOW_KEYS,
         *("architectures", "intermediate_size", "draft_vocab_size", "num_aux_hidden_states"),
         *("eagle_config", "layers", LAYER_IDS),
     }
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **llama_layer.LAYER_ONLY,
+        **llama_layer.WINDOW_ONLY,
         **dict.fromkeys("num_hidden_layers parallel_draft_step logit_scale".split(), (1,)),
         **dict.fromkeys("use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm".split(), (True,)),
         **dict.fromkeys("next_layer_regular is_causal".split(), (True,)),
@@ -77,6 +79,7 @@ class Eagle3Format(Format):
         return {
             **llama_layer.layer_config(head.base, head.config.rope_theta),
             **super().config(head),
+            **llama_layer.window_config(head.config),
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
@@ -145,6 +148,7 @@ class Eagle3Format(Format):
         settings.setdefault("ttt_steps", min(default.ttt_steps, num_draft_tokens))
         return {
             **settings,
+            **llama_layer.window_settings(checkpoint, 1),
             "layers": checkpoint.config["layers"],
             "own_lm_head": OUTPUT in checkpoint.tensors,
             "rope_theta": checkpoint.config.get(OWN_THETA),

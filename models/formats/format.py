@@ -76,8 +76,9 @@ class Engine:
     def of(self, config: DraftHeadConfig) -> "Engine":
         """Return this engine; if it silently ignores a setting of ``config``, one whose ``support`` warns of that."""
         for key, effect in self.ignores.items():
-            if getattr(config, key):
-                why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false"
+            if getattr(config, key, None):
+                default = json.dumps(getattr(type(config)(), key))
+                why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}={default}"
                 return Engine(self.name, why)
         return self
 
@@ -225,7 +226,7 @@ class Format:
                 yield f"it has {what}", f"head.{key}={str(type(value)()).lower()}"
         for name, (value, otherwise, also) in self.fixed.items():
             if getattr(head.config, name) != value:
-                yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
+                yield otherwise, f"head.{name}={'null' if value is None else str(value).lower()}{also and f' {also}'}"
 
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"

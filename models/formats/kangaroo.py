@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
+from drafthead.models.formats.llama_layer import (
+    LAYER_KEYS,
+    LAYER_ONLY,
+    NO_WINDOW_ONLY,
+    ROPE_SECTIONS,
+    layer_config,
+    require_same_layer,
+)
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
 
@@ -22,7 +29,7 @@ class KangarooFormat(Format):
     required = {"exit_layer": "exit_layer"}
     optional = {"num_tokens": "num_draft_tokens", "threshold": "confidence_threshold"}
     other_keys = LAYER_KEYS
-    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LAYER_ONLY, "num_hidden_layers": (1,)}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LAYER_ONLY, **NO_WINDOW_ONLY, "num_hidden_layers": (1,)}
     harmless = frozenset({"intermediate_size"})  # the layer has no MLP
     sections: ClassVar[Mapping[str, str]] = ROPE_SECTIONS
     renames = {r"^(?!norm\.)": "layers.0."}

@@ -25,7 +25,7 @@ Shape legend: B batch, T time, S anchors, P slots of a block, D width.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,10 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts import attention_layer
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, Layer
-from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
+from drafthead.models.heads.parts.windows import WindowConfig
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
 from drafthead.models.token_tree import causal_mask
@@ -49,7 +50,7 @@ from drafthead.settings.schema import Positive, settings
 
 
 @settings(kw_only=True)
-class DSparkConfig(DraftHeadConfig):
+class DSparkConfig(WindowConfig):
     """Settings of :class:`DSparkHead`."""
 
     num_draft_tokens: DraftPositions = 7
@@ -60,8 +61,9 @@ class DSparkConfig(DraftHeadConfig):
     has layers, spread from layer 2 to layer L - 2 of L (one layer: the middle one)."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
-    causal: bool = False
-    """Let each slot attend only to itself and to earlier slots of its block, as in JetSpec."""
+    causal: bool | Literal["sliding"] = False
+    """Let each slot attend only to itself and to earlier slots of its block, as in JetSpec. ``sliding`` does so only
+    in layers with a window, as in z-lab's heads that also have full layers."""
     anchor_predicts: bool = True
     """Predict the first draft at slot 0, whose input is the last committed token. With false, slot 0 drafts nothing, as
     in DFlash and JetSpec."""
@@ -82,6 +84,9 @@ class DSparkConfig(DraftHeadConfig):
     random. With null, all anchors are trained."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.causal == "sliding" and self.window is None:
+            raise ValueError("head.causal=sliding needs head.window; set it, or give true or false")
         if self.layers is not None and not self.layers:
             raise ValueError("head.layers must name at least one layer, or be null")
         if self.copy_layers and (self.reads_state or self.intermediate_size is not None):
@@ -102,6 +107,14 @@ class DSparkConfig(DraftHeadConfig):
             raise UserError(f"{what}; lower head.num_layers or set head.copy_layers=false")
 
     @property
+    def attention_layers(self) -> int:
+        return self.num_layers
+
+    def is_causal(self, window: int | None) -> bool:
+        """Return True if slots attend to earlier ones only, in layers with this ``window``."""
+        return window is not None if self.causal == "sliding" else bool(self.causal)
+
+    @property
     def slots(self) -> int:
         return self.num_draft_tokens + (not self.anchor_predicts)
 
@@ -119,10 +132,13 @@ class DSparkHead(DraftHead):
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
         self.first_slot = int(not config.anchor_predicts)  # index of the slot that drafts the first token
-        width, count, inner = base.hidden_size, config.num_layers, config.intermediate_size
+        width, inner = base.hidden_size, config.intermediate_size
         self.fc = nn.Linear(len(self.spec.layers) * width, width, bias=False, device=base.device)
         self.hidden_norm = HeadRMSNorm(base)
-        self.layers = nn.ModuleList(HeadDecoderLayer(base, inner, qk_norm=True, layer_idx=n) for n in range(count))
+        self.layers = nn.ModuleList(
+            HeadDecoderLayer(base, inner, qk_norm=True, layer_idx=n, window=window)
+            for n, window in enumerate(config.windows)
+        )
         self.norm = HeadRMSNorm(base)
         self.slot_state: nn.Linear | None = None
         if config.reads_state:
@@ -169,10 +185,11 @@ class DSparkHead(DraftHead):
         projected: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
         return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
 
-    def seen_slots(self, device: torch.device) -> Tensor:
-        """Return the attention mask within a block, [P, P] bool: [i, j] is true if slot i attends to slot j."""
+    def seen_slots(self, window: int | None, device: torch.device) -> Tensor:
+        """Return the attention mask within a block, in layers with this ``window``, [P, P] bool: [i, j] is true if slot
+        i attends to slot j."""
         seen = causal_mask(self.config.slots, device)
-        return seen if self.config.causal else torch.ones_like(seen)
+        return seen if self.config.is_causal(window) else torch.ones_like(seen)
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "DSparkSession":
         return DSparkSession(self, rows)
@@ -189,11 +206,11 @@ class DSparkHead(DraftHead):
         first_tokens = context.at_anchors(batch.input_ids.roll(-1, 1))
         blocks = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num())  # [A, P, D]
         x, fused = blocks.flatten(0, 1)[None], fused.flatten(0, 1)[None]
-        positions = context.block_positions(torch.arange(1, self.config.slots + 1, device=x.device))
-        for layer in self.decoder_layers:
+        offsets = torch.arange(1, self.config.slots + 1, device=x.device)
+        for layer, window in zip(self.decoder_layers, self.config.windows, strict=True):
             # Layers do not change the context: each computes its keys and values from the same fused states.
             key, value = layer.self_attn.keys_values(fused, context.positions)
-            x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
+            x = context.read_block(layer, x, key, value, offsets, self.seen_slots(window, x.device))
         slots: Tensor = self.norm(x[0]).unflatten(0, (-1, self.config.slots))
         return slots[:, self.first_slot : self.first_slot + depth].transpose(0, 1)
 
@@ -231,13 +248,15 @@ class DSparkSession(HeadSession):
         reader = head.packed.get("context", lambda: context_reader(head.decoder_layers, dtype))
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
         fuse = head.inference().fuse
-        self.context = LayerCache(reader, shape, rows, lambda base_hidden: fuse(cast(Tensor, base_hidden.layers)))
+        self.context = LayerCache(
+            [reader], shape, rows, lambda base_hidden: fuse(cast(Tensor, base_hidden.layers)), head.config.windows
+        )
         super().__init__(head, rows, self.context)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head
         slots = head.block(last_token, hidden)
-        out = self.context.read_block(slots, head.seen_slots(slots.device)[None], head.decoder_layers)
+        out = self.context.read_block(slots, head.seen_slots, head.decoder_layers)
         return cast(Tensor, head.norm(out[:, head.first_slot : head.first_slot + depth]))
 
     def draft_sinks(self) -> Tensor:

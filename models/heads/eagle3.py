@@ -33,9 +33,10 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, map_active, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
 from drafthead.models.heads.parts.copying_start import start_copying
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
+from drafthead.models.heads.parts.windows import WindowConfig
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 from drafthead.settings.schema import Positive, PositiveFloat, settings
@@ -52,8 +53,8 @@ class EagleLayer(HeadDecoderLayer):
     zero. Weights have the names of published checkpoints."""
 
     def __init__(self, base: BaseParts, config: "Eagle3Config") -> None:
-        attention = {"input_width": 2 * base.hidden_size, "qk_norm": config.qk_norm, "rope_theta": config.rope_theta}
-        super().__init__(base, config.intermediate_size, **attention)
+        attention = {"qk_norm": config.qk_norm, "rope_theta": config.rope_theta, "window": config.windows[0]}
+        super().__init__(base, config.intermediate_size, input_width=2 * base.hidden_size, **attention)
         self.hidden_norm = HeadRMSNorm(base)
         self.norm_before_residual = config.norm_before_residual
 
@@ -67,7 +68,7 @@ class EagleLayer(HeadDecoderLayer):
 
 
 @settings(kw_only=True)
-class Eagle3Config(DraftHeadConfig):
+class Eagle3Config(WindowConfig):
     """Settings of :class:`Eagle3Head`."""
 
     num_draft_tokens: DraftPositions = 7
@@ -109,6 +110,7 @@ class Eagle3Config(DraftHeadConfig):
     unused id of the base's tokenizer."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
         if self.parallel and self.norm_output:
@@ -129,6 +131,10 @@ class Eagle3Config(DraftHeadConfig):
     @property
     def trained_positions(self) -> int:
         return self.ttt_steps
+
+    @property
+    def attention_layers(self) -> int:
+        return self.num_layers
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         layers = published_layers(num_layers) if self.layers is None else tuple(self.layers)
@@ -151,9 +157,10 @@ class Eagle3Head(DraftHead):
         self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(fused)) if config.fc_norm else None
         self.fc = nn.Linear(fused * width, width, bias=False, device=base.device)
         self.midlayer = EagleLayer(base, config)
-        self.layers, inner, theta = nn.ModuleDict(), config.intermediate_size, config.rope_theta
-        for n in range(1, config.num_layers):
-            self.layers[str(n)] = HeadDecoderLayer(base, inner, qk_norm=config.qk_norm, layer_idx=n, rope_theta=theta)
+        self.layers, inner = nn.ModuleDict(), config.intermediate_size
+        attention = {"qk_norm": config.qk_norm, "rope_theta": config.rope_theta}
+        for n, window in list(enumerate(config.windows))[1:]:
+            self.layers[str(n)] = HeadDecoderLayer(base, inner, layer_idx=n, window=window, **attention)
         if config.parallel:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, fused * width, device=base.device))
         self.norm = HeadRMSNorm(base)
@@ -241,13 +248,12 @@ class Eagle3Head(DraftHead):
         anchors = context.anchors
         masked = self.masked(steps - 1).expand(len(anchors), -1, -1).flatten(0, 1)[None]  # [1, A (K - 1), 2 D]
         pairs = pairs.flatten(0, 1)[None]
-        positions = context.block_positions(torch.arange(1, steps, device=anchors.device))
-        order = causal_mask(steps - 1, anchors.device)
+        offsets, order = torch.arange(1, steps, device=anchors.device), causal_mask(steps - 1, anchors.device)
         for layer in self.decoder_layers:
             query, key, value = layer.states(pairs, context.positions)
-            pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.mask))
+            pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.masks(layer)[0]))
             if steps > 1:
-                masked = context.read_block(layer, masked, key, value, positions, order)
+                masked = context.read_block(layer, masked, key, value, offsets, order)
         first = context.at_anchors(pairs)[:, None]
         return first if steps == 1 else torch.cat([first, torch.unflatten(masked[0], 0, (-1, steps - 1))], 1)
 
@@ -264,15 +270,8 @@ class EagleContext(LayerCache):
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         self._head, weight = head.inference(), head.fc.weight
-        stack = self._head.decoder_layers
-
-        def layers(x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
-            for layer in stack:
-                x = layer(x, positions, mask, cache)
-            return x
-
         shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
-        super().__init__(layers, shape, rows)
+        super().__init__(self._head.decoder_layers, shape, rows, windows=head.config.windows)
         self.feature = weight.new_zeros(rows, head.base.hidden_size)
         """[B, D] feature of the last token that the base has read; zeros in an empty row. The head reads it with the
         embedding of the tree's root."""

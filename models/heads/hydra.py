@@ -152,7 +152,7 @@ class HydraPlusSession(HeadSession):
         prefix, dtype = cast(PrefixLayer, head.prefix), head.dtype
         shape = prefix.self_attn.cache_shape(dtype, head.base.device)
         layer = cast(Layer, head.inference().prefix)
-        self.context = LayerCache(layer, shape, rows, lambda base_hidden: base_hidden.final.to(dtype))
+        self.context = LayerCache([layer], shape, rows, lambda base_hidden: base_hidden.final.to(dtype))
         super().__init__(head, rows, self.context)
 
     def draft_hidden(self) -> Tensor:

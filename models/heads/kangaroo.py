@@ -183,7 +183,7 @@ class KangarooSession(HeadSession):
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
         adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
         self.context = LayerCache(
-            lambda x, *rest: adapter(x.float(), *rest), shape, rows, lambda base_hidden: base_hidden.layer(0)
+            [lambda x, *rest: adapter(x.float(), *rest)], shape, rows, lambda base_hidden: base_hidden.layer(0)
         )
         first = head.first_layers
         self._exit = LMSession(head, first, rows, lambda x: x) if target is None else ExitStates(first, target)

@@ -42,6 +42,12 @@ class Span:
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
         return (keys >= self.first[:, None]) & (keys <= self.last[:, None])
 
+    def seen_within(self, window: int, offsets: Tensor) -> Tensor:
+        """Return ``seen`` [Q, P, K] for queries that stand ``offsets`` [P] tokens after each query of the span, and see
+        only the last ``window`` tokens up to themselves."""
+        keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
+        return self.seen[:, None] & (keys > (self.last[:, None] + offsets - window)[..., None])
+
 
 class PackedMask(BlockMask):
     """The keys that each query of packed rows sees, as ranges. It is a block mask because transformers gives block
@@ -124,7 +130,7 @@ class PackedMask(BlockMask):
                 end += 1
             size = self.window or self.tokens
             if scores:
-                size = max(1, MAX_SCORES // (scores * (starts[end] - starts[begin])))
+                size = min(size, max(1, MAX_SCORES // (scores * (starts[end] - starts[begin]))))
             for query in range(edges[begin], edges[end], size):
                 queries = slice(query, min(query + size, edges[end]))
                 keys = slice(int(self.first[query]), int(self.last[queries.stop - 1]) + 1)

@@ -20,8 +20,15 @@ from drafthead.errors import UserError
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.dspark import CONFIDENCE, W1, W2, BlockFormat, DSparkFormat, unsupported_markov
 from drafthead.models.formats.format import Unsupported
-from drafthead.models.formats.gguf.gguf_files import GgufFile, GgufLayout, add_tokenizer, rope_factors, split_name
-from drafthead.models.formats.llama_layer import layer_config
+from drafthead.models.formats.gguf.gguf_files import (
+    NO_WINDOW,
+    GgufFile,
+    GgufLayout,
+    add_tokenizer,
+    rope_factors,
+    split_name,
+)
+from drafthead.models.formats.llama_layer import NO_WINDOW_ONLY, layer_config
 from drafthead.models.heads.dspark import DSparkHead
 
 MASK = "tokenizer.ggml.mask_token_id"
@@ -45,7 +52,8 @@ class DSparkGgufFormat(GgufLayout, BlockFormat):
     needed = frozenset({"block_size", "target_layers"})
     accepted = frozenset({"attention.causal", "sample_from_anchor", "has_confidence_head", "logit_scale"})
     other_keys = DSparkFormat.other_keys
-    only = DSparkFormat.only
+    only = {**DSparkFormat.only, **NO_WINDOW_ONLY}
+    fixed = {**BlockFormat.fixed, "window": NO_WINDOW}
 
     def has_markov(self, config: dict[str, Any]) -> bool:
         return bool(config.get("markov_rank"))

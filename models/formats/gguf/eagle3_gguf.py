@@ -16,7 +16,8 @@ from torch import Tensor
 
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
 from drafthead.models.formats.format import Fixed, Unsupported
-from drafthead.models.formats.gguf.gguf_files import GgufLayout
+from drafthead.models.formats.gguf.gguf_files import NO_WINDOW, GgufLayout
+from drafthead.models.formats.llama_layer import NO_WINDOW_ONLY
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 KEYS = {
@@ -43,12 +44,14 @@ class GgufFormat(GgufLayout, Eagle3Format):
     layer = "midlayer"
     pairs = True
     needed = frozenset(KEYS)
+    only = {**Eagle3Format.only, **NO_WINDOW_ONLY}
     fixed = {
         **Eagle3Format.fixed,
         "norm_output": Fixed(
             False, "its steps continue from the normed output, and llama.cpp silently uses the state before the norm"
         ),
         "fc_norm": Fixed(False, "it normalises every layer's state, and llama.cpp does not"),
+        "window": NO_WINDOW,
     }
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:

@@ -24,7 +24,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import checked_reader, llama3_factors
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
+from drafthead.models.formats.format import BASE_NAME, Fixed, Format, Unsupported, published_name
 from drafthead.models.formats.llama_layer import layer_config
 from drafthead.models.heads.parts.attention_layer import head_rope
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -55,6 +55,7 @@ SIZES = {
 }
 """Keys of a file without the architecture's name -> keys of a Llama config."""
 WINDOW = {"attention.sliding_window": "sliding_window"}
+NO_WINDOW = Fixed(None, "its layers have a sliding window, which drafthead does not write as GGUF")
 SCALED = "rope_freqs.weight"  # tensor of a scaled rotary embedding
 LAYER = {
     "input_layernorm": "attn_norm",

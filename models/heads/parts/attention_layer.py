@@ -65,6 +65,7 @@ class HeadAttention(nn.Module):
         qk_norm: bool = False,
         layer_idx: int = 0,
         rope_theta: float | None = None,
+        window: int | None = None,
     ) -> None:
         """Create the weights in float32 on the base's device; reject a base without rotary embedding.
 
@@ -74,6 +75,7 @@ class HeadAttention(nn.Module):
             qk_norm: normalise queries and keys of each attention head before rotation, as Qwen3 does.
             layer_idx: index of this layer, from 0, in the cache that its head drafts with.
             rope_theta: theta of a Llama rotary embedding without scaling; None: the base's rotary embedding.
+            window: tokens that a query sees, its own included; None: all. Only masks depend on it.
         """
         super().__init__()
         if base.rotary is None:
@@ -82,7 +84,7 @@ class HeadAttention(nn.Module):
         heads, (kv_heads, head_dim) = base.model_config.num_attention_heads, attention_sizes(base.model_config)
         rotary = _rotary(base, heads, head_dim, rope_theta)
         width = input_width or base.hidden_size
-        self.kv_heads, self.grouped = kv_heads, heads != kv_heads
+        self.kv_heads, self.grouped, self.window = kv_heads, heads != kv_heads, window
         # Attributes that FusedAttention reads from a stock module.
         self.layer_idx, self.head_dim, self.scaling = layer_idx, head_dim, head_dim**-0.5
         with torch.device(base.device):
@@ -275,12 +277,26 @@ class AnchorContext:
         a1              x  x  .  .    x  .
         a2              x  x  .  .    x  x
 
+    If the layer has a window of 2 tokens, each query sees one token of the context less than the query before it: a0
+    sees 0 and 1, a1 sees 1, a2 sees none. Draft positions of an anchor see each other whatever the window.
+
     The rows of the batch are read as one row of N tokens.
     """
 
     def __init__(self, batch: TrainBatch, draft_targets: DraftTargets) -> None:
-        self.anchors, self.mask, self.seen = draft_targets.anchors, draft_targets.mask, draft_targets.seen
+        self.anchors, self._mask, self._seen = draft_targets.anchors, draft_targets.mask, draft_targets.seen
+        self._masks: dict[int | None, tuple[PackedMask, PackedMask]] = {}
         self.positions = batch.position_ids.reshape(1, -1)  # [1, N] int64
+
+    def masks(self, layer: HeadDecoderLayer) -> tuple[PackedMask, PackedMask]:
+        """Return the keys that each token of the context sees in ``layer``, and those that each anchor sees."""
+        window = layer.self_attn.window
+        if window not in self._masks:
+            both = self._mask, self._seen
+            self._masks[window] = (
+                both if window is None else (both[0].within(window, False), both[1].within(window, False))
+            )
+        return self._masks[window]
 
     def at_anchors(self, values: Tensor) -> Tensor:
         """Select the anchors: [B, T, ...] -> [A, ...]."""
@@ -298,21 +314,18 @@ class AnchorContext:
 
         def step(x: Tensor) -> Tensor:
             if not (n := next(steps)):
-                return layer.add_mlp(x[None], layer.self_attn.output(query, key, value, self.seen))[0]
+                return layer.add_mlp(x[None], layer.self_attn.output(query, key, value, self.masks(layer)[1]))[0]
             new_query, *new = layer.states(x[None], self.positions[:, self.anchors] + n)
             block.append((new[0], new[1]))
             keys, values = (torch.stack(states, 3) for states in zip(*block, strict=True))
-            attended = self._attend_blocks(layer, new_query[:, :, :, None], key, value, keys, values)
+            offset = torch.full((1,), n, device=x.device)
+            attended = self._attend_blocks(layer, offset, new_query[:, :, :, None], key, value, keys, values)
             return layer.add_mlp(x[None], attended)[0]
 
         return step
 
-    def block_positions(self, offsets: Tensor) -> Tensor:
-        """Return positions [1, A P], which are ``offsets`` [P] tokens after each anchor."""
-        return (self.positions[0, self.anchors, None] + offsets).reshape(1, -1)
-
     def read_block(
-        self, layer: HeadDecoderLayer, x: Tensor, key: Tensor, value: Tensor, positions: Tensor, seen: Tensor
+        self, layer: HeadDecoderLayer, x: Tensor, key: Tensor, value: Tensor, offsets: Tensor, seen: Tensor
     ) -> Tensor:
         """Run ``layer`` over a block of P draft positions at each anchor, [1, A P, I] -> [1, A P, D].
 
@@ -320,15 +333,17 @@ class AnchorContext:
             layer: the layer.
             x: [1, A P, I] its inputs at the blocks.
             key, value: [1, G, N, E] of the context.
-            positions: [1, A P] int64, from ``block_positions``.
+            offsets: [P] int64 distance of each draft position from the anchor.
             seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
+        positions = (self.positions[0, self.anchors, None] + offsets).reshape(1, -1)
         query, keys, values = (torch.unflatten(s, 2, (-1, len(seen))) for s in layer.states(x, positions))
-        return layer.add_mlp(x, self._attend_blocks(layer, query, key, value, keys, values, seen))
+        return layer.add_mlp(x, self._attend_blocks(layer, offsets, query, key, value, keys, values, seen))
 
     def _attend_blocks(
         self,
         layer: HeadDecoderLayer,
+        offsets: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -340,10 +355,12 @@ class AnchorContext:
         The backward pass recomputes the scores; stored ones would take P numbers for each layer, anchor, key and
         attention head."""
         attended = [query[0][:, :0]]  # without anchors there is no span
-        for span in self.seen.spans(query.shape[1] * query.shape[3]):
+        window = layer.self_attn.window
+        for span in self.masks(layer)[1].spans(query.shape[1] * query.shape[3]):
+            mask = span.seen if window is None else span.seen_within(window, offsets)
             context = (states[0][:, span.keys] for states in (key, value))
             blocks = (states[0][:, span.queries] for states in (keys, values))
-            arguments = query[0][:, span.queries], *context, span.seen, *blocks, seen
+            arguments = query[0][:, span.queries], *context, mask, *blocks, seen
             attended.append(checkpoint(attend_block, *arguments, use_reentrant=False))
         return layer.self_attn.join(torch.cat(attended, 1).flatten(1, 2)[None])
 
@@ -370,7 +387,7 @@ def attend_block(
     Args:
         query: [H, S, P, E], P queries at each of S anchors; the result has this shape, too.
         context_key, context_value: [G, T, E].
-        mask: [S, T] bool: True for keys of the context that the anchors see.
+        mask: [S, T] or [S, P, T] bool: True for keys of the context that the anchors, or the queries, see.
         keys, values: [G, S, Q, E] of the Q draft positions of each anchor.
         seen: [P, Q] bool mask of a block's queries over its keys; None: every query sees all of them.
     """
@@ -379,7 +396,8 @@ def attend_block(
     # R = H / G query heads share a key head; for the product with the context they are R * S * P queries of one head.
     query = query.reshape(groups, -1, width) * width**-0.5
     grouped = (groups, heads // groups, count, block)
-    to_context = (query @ context_key.transpose(1, 2)).view(*grouped, time).masked_fill(~mask[:, None], -torch.inf)
+    hidden = ~(mask if mask.ndim == 3 else mask[:, None])
+    to_context = (query @ context_key.transpose(1, 2)).view(*grouped, time).masked_fill(hidden, -torch.inf)
     to_block = torch.einsum("grspe,gsqe->grspq", query.view(*grouped, width), keys)
     if seen is not None:
         to_block = to_block.masked_fill(~seen, -torch.inf)

@@ -5,14 +5,16 @@ draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from drafthead.data.batch import BaseHidden, HiddenStates
+from drafthead.models.base.windows import Window
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.cache.layers import CacheShape
+from drafthead.models.cache.layers import CacheShape, Sliding
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, SessionPart, last_valid, map_active, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import NodeCache
@@ -22,18 +24,37 @@ from drafthead.models.heads.parts.induction import InductionContext
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.token_tree import causal_mask
 
+CHAIN = 32
+"""Committed positions that layers with a window hold in addition to it. A drafted chain is stored like committed
+positions, and its removal must not leave a gap."""
+PENDING = 512  # pending nodes of a tree for which layers with a window have memory
+PIECE = 1024  # inputs that layers with a window read in one pass; the mask of a whole prompt would need more memory
+
 
 class LayerCache(NodeCache, SessionPart):
     """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark). The layers
-    read committed tokens again, because the base's states replace those that the head predicted."""
+    read committed tokens again, because the base's states replace those that the head predicted. Positions count from
+    the start of the context, also where layers with a window have dropped the first ones."""
 
     def __init__(
-        self, layer: Layer, shape: CacheShape, rows: int, inputs: Callable[[HiddenStates], Tensor] | None = None
+        self,
+        layers: Sequence[Layer],
+        shape: CacheShape,
+        rows: int,
+        inputs: Callable[[HiddenStates], Tensor] | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
-        """``layer`` runs all attention layers over their inputs [B, F, I]. ``inputs`` returns these inputs at committed
-        tokens; a subclass may override ``commit`` instead."""
+        """``layers`` run one after the other over their inputs [B, F, I]. ``inputs`` returns these inputs at committed
+        tokens; a subclass may override ``commit`` instead. ``windows`` has the tokens that a query sees in each layer
+        of the cache (None: all)."""
         super().__init__(rows)
-        self._layer, self._shape, self._inputs = layer, shape, inputs
+        self._layers, self._shape, self._inputs = layers, shape, inputs
+        self._windows = tuple(windows or [None] * len(shape.layers))
+        if (window := max(filter(None, self._windows), default=None)) is not None:
+            sliding = Sliding(window, PENDING, 2 * window + CHAIN + PENDING, spare=CHAIN)
+            pairs = zip(shape.layers, self._windows, strict=True)
+            trimmed = tuple(layer.trimmed(sliding) if layer and size else layer for layer, size in pairs)
+            self._shape = replace(shape, layers=trimmed)
 
     def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         assert self._inputs is not None and base_hidden is not None
@@ -48,29 +69,56 @@ class LayerCache(NodeCache, SessionPart):
 
     def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
         new, device = inputs.shape[1], inputs.device
-        seen = causal_mask(new, device)[None] if ancestors is None else ancestors[:, -new:]
+        in_order = ancestors is None and len(inputs) == 1  # all inputs are committed, or a chain of drafts
+        if in_order and new > PIECE and any(self._windows):
+            pieces = torch.split(inputs, PIECE, 1)
+            return torch.cat([self.run(piece, cache, None, None) for piece in pieces], 1)
+        nodes = causal_mask(new, device)[None] if ancestors is None else ancestors
         # A node's position after the context is its depth. A node is among its own ancestors, hence the - 1.
-        cache.begin(new)
-        positions = cache.positions(seen.sum(-1) - 1).expand(len(inputs), -1)
-        out = self._layer(inputs, positions, cache.mask(seen, self._shape.dtype), cache)
+        depths = nodes.sum(-1) - 1
+        cache.begin(new, committed=in_order)
+        positions, masks = cache.positions(depths[:, -new:]).expand(len(inputs), -1), dict[int | None, Tensor]()
+        for layer, window in zip(self._layers, self._windows, strict=False):
+            if window not in masks:
+                masks[window] = _window_mask(cache, nodes[:, -new:], window, positions, depths, self._shape.dtype)
+            inputs = layer(inputs, positions, masks[window], cache)
         if ancestors is None:
             cache.commit(counts)
-        return out
+        return inputs
 
-    def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
+    def read_block(
+        self, x: Tensor, seen: Callable[[int | None, torch.device], Tensor], layers: Sequence[Layer]
+    ) -> Tensor:
         """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D]; store no keys and
-        values. ``seen`` [1, P, P] bool: [0, i, j] is true if position i attends to position j, which may be later."""
+        values. ``seen`` returns the mask in a block for layers with a window, [P, P] bool: [i, j] is true if position i
+        attends to position j, which may be later."""
         self._catch_up()
         rows, count = x.shape[:2]
         self._reserve(count)
         cache = self.cache
         cache.begin(count)
-        positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
-        mask = cache.mask(seen, x.dtype)
-        for layer in layers:
-            x = layer(x, positions, mask, cache)
+        depths = torch.arange(count, device=x.device)[None]
+        positions, masks = cache.positions(depths).expand(rows, -1), dict[int | None, Tensor]()
+        for layer, window in zip(layers, self._windows, strict=True):
+            if window not in masks:
+                block = seen(window, x.device)[None]
+                masks[window] = _window_mask(cache, block, window, positions, depths, x.dtype)
+            x = layer(x, positions, masks[window], cache)
         cache.crop()
         return x
+
+
+def _window_mask(
+    cache: TreeCache, seen: Tensor, window: int | None, positions: Tensor, depths: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return ``cache.mask(seen, dtype)``, limited to the keys that layers with a ``window`` hold and see. ``positions``
+    [B, T] are those of the queries, and ``depths`` [B or 1, P] those of all pending nodes after the context."""
+    mask = cache.mask(seen, dtype)
+    if window is None or cache.length + cache.pending <= window:
+        return mask
+    held, keys = cache.held(mask, cache.key_positions(depths))
+    assert held is not None
+    return held.masked_fill(~Window(window, chunked=False).sees(positions, keys)[:, None], -torch.inf)
 
 
 class HeadSession(StepwiseSession):

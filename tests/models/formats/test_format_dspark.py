@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dflash": FLASH,
     "jetspec": {**FLASH, "causal": True},
     "bonus anchor": {"anchor_predicts": False},
+    "window": {**FLASH, "window": 5},
+    "mixed layers": {"anchor_predicts": False, "window": 5, "full_layers": [1], "causal": "sliding"},
 }
 NAMES = LLAMACPP_NAMES | {
     "attn_q_norm": "self_attn.q_norm",
@@ -80,7 +82,12 @@ def vllm_engine(folder: Path, base: BaseModel) -> Tensor:
     else:
         assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
     block = {"layers": [i + 1 for i in inner["target_layer_ids"]], "mask": inner["mask_token_id"]}
-    block |= {"causal": inner["causal"], "size": config["block_size"], "num_layers": config["num_hidden_layers"]}
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if any(sliding):  # Qwen3's config drops the size otherwise
+        assert config["use_sliding_window"] and config["sliding_window"] == inner["swa_window_size"]
+    block["windows"] = [inner["swa_window_size"] if has_window else None for has_window in sliding]
+    causal = config.get("is_causal", inner.get("causal", "sliding"))  # _dflash_layer_causal
+    block |= {"causal": causal, "size": config["block_size"], "num_layers": config["num_hidden_layers"]}
     block["scale"] = config.get("logit_scale", 1.0)
     if config["rope_scaling"]:
         block["factors"] = llama3_factors(config["rope_scaling"], config["rope_theta"], config["head_dim"])
@@ -112,7 +119,8 @@ def test_engine_and_round_trip(tmp_path: Path, variant: str, d2t: Tensor | None)
     layout = DSPARK if head.config.markov_rank else DFLASH
     if head.config.markov_gate:
         assert not any(e.current for e in layout.engines_for(head) if e.name != "SGLang")
-    for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine))[: 1 if head.config.markov_gate else 2]:
+    only_vllm = head.config.markov_gate or head.config.window
+    for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine))[: 1 if only_vllm else 2]:
         check_round_trip(form, engine, head, tmp_path / form.name)
         again = form.load(tmp_path / form.name, deep_base())
         if head.confidence is not None:

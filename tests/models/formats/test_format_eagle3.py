@@ -126,6 +126,7 @@ def test_engine_and_round_trip(tmp_path: Path, form: Format, settings: dict[str,
     ({"norm_before_fc": True}, ["vLLM", "llama.cpp"]),
     ({"norm_output": True}, ["vLLM", "SGLang"]),
     ({"layers": [2, 3]}, ["vLLM", "SGLang"]),
+    ({"window": 64}, ["vLLM"]),
 )
 def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], engines: list[str]) -> None:
     head = eagle(deep_base(), **{"layers": [2, 3, 5], **settings})

@@ -122,6 +122,25 @@ def test_speculators(tmp_path: Path) -> None:
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))
 
 
+@pytest.mark.parametrize("name", ["speculators", "eagle3"])
+def test_the_window_that_speculators_gives_every_layer(tmp_path: Path, name: str) -> None:
+    """Its training script's default is 2,048 tokens for all layers. An import computes the window, an export writes
+    it."""
+    base = deep_base()
+    norms = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+    head = eagle(base, D2T, layers=[2, 3, 5], window=5, **norms)
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+    if name == "speculators":
+        folder = write(tmp_path / "s", small(speculators(**window)), eagle_weights(head, tmp_path / "ours"))
+    else:
+        all_formats()[name].export(head, folder := tmp_path / "s")
+        assert window.items() <= json.loads((folder / "config.json").read_text()).items()
+    again, notes = imported(folder, base)
+    assert not notes and again.config.window == 5 and torch.equal(logits_of(base, again), logits_of(base, head))
+    assert not torch.equal(logits_of(base, head), logits_of(base, eagle(base, D2T, layers=[2, 3, 5], **norms)))
+    refuses("sliding window.*head.window=null", all_formats()["gguf"].export, head, tmp_path / "gguf")
+
+
 def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
     base = deep_base()
     head = eagle(base, D2T, layers=[2, 3, 5], norm_before_residual=True, qk_norm=True)
@@ -134,8 +153,11 @@ def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
 
 @cases(
     "layer, says",
-    ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "has layer_types 'sliding_attention'"),
-    ({"sliding_window": 4}, "has sliding_window 4"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 3}, "head.window must be above .* got 3"),
+    ({"layer_types": ["sliding_attention"]}, "layers with a window, but sliding_window None"),
+    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}, "has 2 layer_types, but 1 layers"),
+    ({"layer_types": ["linear_attention"]}, "has layer_types 'linear_attention'"),
+    ({"sliding_window": 4}, r"has sliding_window 4, .* set config.layer_types=\[sliding_attention\]"),
     ({"rope_theta": 5e5}, "rope_theta 500000.0 at the top level and 10000.0 in rope_parameters"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_scaling .*each type of layer"),
     ({"vocab_size": 301}, "made for a base with vocab_size 301"),
@@ -190,16 +212,29 @@ def block(base: BaseModel, **settings: Any) -> DraftHead:
     return randomised(DSparkConfig(num_draft_tokens=3, **shape, **settings).build(base).eval())
 
 
-@pytest.mark.parametrize("edit", [None, {"use_swa": True, "swa_window_size": 8}, {"projector_type": "domino"}])
-def test_dflash_of_z_lab(tmp_path: Path, edit: dict[str, Any] | None) -> None:
+SWA: dict[str, Any] = {"use_swa": True, "swa_window_size": 5}  # XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}  # gemma-4-31B's
+
+
+@cases(
+    "inner, outer, settings",
+    ({}, {}, {}),
+    (SWA, {}, {"window": 5}),
+    ({}, MIXED, {"window": 5, "full_layers": [1], "causal": "sliding"}),
+    ({"causal": False}, MIXED, {"window": 5, "full_layers": [1]}),
+    ({"projector_type": "domino"}, {}, None),
+)
+def test_dflash_of_z_lab(
+    tmp_path: Path, inner: dict[str, Any], outer: dict[str, Any], settings: dict[str, Any] | None
+) -> None:
     base = deep_base()
-    head = block(base, markov_rank=0, confidence=False, anchor_predicts=False)
-    inner = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4], **(edit or {})}
+    head = block(base, markov_rank=0, confidence=False, anchor_predicts=False, **(settings or {}))
+    ids = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4]}
     names = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
-    config = small(json.loads(QWEN), **names, dflash_config=inner, block_size=4)
+    config = small(json.loads(QWEN), **names, dflash_config={**ids, **inner}, block_size=4, **outer)
     folder = write(tmp_path / "z", config, weights(head, "dflash", tmp_path / "ours"))
-    if edit:
-        refuses(f"has {next(iter(edit))} ", imported, folder, base)
+    if settings is None:
+        refuses("has projector_type ", imported, folder, base)
         return
     again, notes = imported(folder, base)
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))

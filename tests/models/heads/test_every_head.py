@@ -92,6 +92,10 @@ def test_a_head_without_weights_is_as_large(grouping: str, kind: str, vocabulary
     ("draft_lm", {"from_layers": [0]}, "head.from_layers .*head.num_layers"),
     ("dspark", {"reads_state": True}, "head.copy_layers .*head.reads_state"),
     ("dspark", {"intermediate_size": 8}, "head.copy_layers .*head.intermediate_size"),
+    ("dspark", {"window": 3}, "head.window must be above head.num_draft_tokens=3"),
+    ("dspark", {"window": 8, "full_layers": [2]}, r"head.full_layers must be in \[0, 1\], got \[2\]"),
+    ("dspark", {"causal": "sliding"}, "head.causal=sliding needs head.window"),
+    ("eagle3", {"full_layers": [0]}, "head.full_layers needs head.window"),
 )
 def test_settings_that_exclude_each_other(kind: str, settings: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):

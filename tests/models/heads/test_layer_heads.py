@@ -35,6 +35,8 @@ VARIANTS = {
     "jetspec": {"causal": True, "anchor_predicts": False, "markov_rank": 0},
     "reads the state": {"copy_layers": False, "reads_state": True, "layers": [2], "intermediate_size": None},
     "one layer": {"num_layers": 1, "copy_layers": False, "intermediate_size": 40},
+    "window": {"window": 5},
+    "mixed layers": {"window": 6, "full_layers": [0], "causal": "sliding", "anchor_predicts": False},
 }
 
 
@@ -53,7 +55,8 @@ def reference(head: DSparkHead, base: BaseModel, ids: list[int]) -> dict[tuple[i
         layer.w |= {f"markov_head.{name}": weight for name, weight in markov.items()}
         layer.unread = set(layer.w)
     block = {"layers": head.spec.layers, "mask": config.mask_token, "causal": config.causal, "size": config.slots}
-    block["num_layers"], logits = config.num_layers, {}
+    block |= {"num_layers": config.num_layers, "windows": config.windows}
+    logits = {}
     for t in range(len(ids) - 2):
         drafts = [*ids, *[0] * 4][t + 1 : t + 5]  # what is drafted after the end is not compared
         actual = drafted_block(layer, base, block, ids[: t + 1], drafts)

@@ -117,13 +117,14 @@ def p_eagle(head: Any) -> Reference:
         x = torch.stack([masked if d else real[a] for a, d in elements])
         tokens = base.embedding[torch.tensor([head.config.mask_token if d else ids[a + 1] for a, d in elements])]
         seen = torch.tensor([[(e == 0 and b <= a) or (b == a and e <= d) for b, e in elements] for a, d in elements])
-        at = torch.tensor([a + d for a, d in elements])
-        for n in range(head.config.num_layers):
+        at, anchors = torch.tensor([a + d for a, d in elements]), torch.tensor([a for a, _ in elements])
+        for n, window in enumerate(head.config.windows):
+            near = (at > at[:, None] - (window or len(ids) + 4)) | (anchors == anchors[:, None])
             name = f"layers.{n}" if n else "midlayer"
             normed = layer.norm(x, f"{name}.input_layernorm" if n else f"{name}.hidden_norm")
             normed = normed if n else torch.cat([layer.norm(tokens, f"{name}.input_layernorm"), normed], -1)
             q, k, v = (layer.heads(normed, f"{name}.self_attn.{p}") for p in "qkv")
-            x = x + layer.attend(layer.rotated(q, at), layer.rotated(k, at), v, seen, f"{name}.self_attn.")
+            x = x + layer.attend(layer.rotated(q, at), layer.rotated(k, at), v, seen & near, f"{name}.self_attn.")
             x = x + layer.mlp(layer.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.")
         logits = F.linear(layer.norm(x, "norm"), layer.get("lm_head.weight"))
         return {(d + 1, a): logits[n] for n, (a, d) in enumerate(elements)}
@@ -185,8 +186,12 @@ VARIANTS: dict[Callable[..., Reference], list[dict[str, Any]]] = {
         {"layers": [], "intermediate_size": 40},
         {"fc_norm": True, "norm_output": True},
         {"qk_norm": True, "norm_before_residual": True},
+        {"window": 5},
     ],
-    p_eagle: [{"parallel": True, "num_layers": 2, "qk_norm": True, "fc_norm": True}],
+    p_eagle: [
+        {"parallel": True, "num_layers": 2, "qk_norm": True, "fc_norm": True},
+        {"parallel": True, "num_layers": 2, "fc_norm": True, "window": 6, "full_layers": [0]},
+    ],
     kangaroo: [{"exit_layer": 2}],
     draft_lm: [{"num_layers": 2}],
 }
