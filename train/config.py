@@ -22,6 +22,7 @@ from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import parse_head
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.heads.parts.windows import WindowConfig
 from drafthead.settings.compose import override, parse, schema
 from drafthead.settings.schema import NonNegative, Positive, PositiveFloat, Seed, Share, require, settings
 from drafthead.train.corpora.corpus_config import DataConfig
@@ -70,6 +71,10 @@ class PhaseConfig:
     """Store the base's hidden states on disk instead of computing them in every step. The built-in decoding stores an
     answer's final states with it; the base computes all other states once per document. Held-out answers are
     included."""
+    position_span: Positive | None = None
+    """Train the head's attention as in documents of up to this many tokens. A document's positions skip a random
+    distance at a random token (PoSE). For heads whose layers attend (eagle3, dspark) without ``head.window``. Null: no
+    skips."""
     train_base: bool = False
     """Also train the base through LoRA adapters (``head=medusa2``). Stored hidden states stay those of the original
     base."""
@@ -248,6 +253,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if run.per_node_data and run.shard.mode == "full" and not run.shard.hybrid:
         raise UserError("per_node_data=true with shard=full shards the base over nodes; use shard=hybrid")
     _check_base_training(run)
+    _check_spans(run)
     _check_served(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
@@ -292,6 +298,20 @@ def _check_base_training(run: RunConfig) -> None:
         raise UserError(
             f"base.adapter={run.base.adapter} excludes phases.{tuning[0]}.train_base; merge the adapter into the base"
         )
+
+
+def _check_spans(run: RunConfig) -> None:
+    head = run.head_config()
+    for name, phase in run.phases.items():
+        key, span = f"phases.{name}.position_span", phase.position_span
+        if span is None:
+            continue
+        if not isinstance(head, WindowConfig):
+            raise UserError(f"{key} is for heads whose layers attend (eagle3, dspark), not {head.head_type}; drop it")
+        if head.window is not None and not head.full_layers:
+            raise UserError(f"{key} has no effect with head.window, which keeps distances short; leave one out")
+        if span <= phase.seq_len:
+            raise UserError(f"{key}={span} must be above phases.{name}.seq_len={phase.seq_len}; raise it")
 
 
 def _check_served(run: RunConfig) -> None:

@@ -31,7 +31,7 @@ from drafthead.train.distributed.launcher import Launch
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizers
 from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 from drafthead.train.tracking.tracker import Tracker
-from drafthead.train.trainer import checkpoint
+from drafthead.train.trainer import checkpoint, far_positions
 from drafthead.train.trainer.batches import Batch, PhaseData, open_held_out, open_phase_of, split_rows
 from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import Checkpoint
@@ -107,6 +107,8 @@ class Trainer:
         if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
             self._check_common(name, data.rows.digest)
         self._check_corpora()
+        if phase.position_span is not None:
+            far_positions.check_span(name, self.head, phase.position_span)
         if phase.corpus == "answers":
             reads = phase.steps * phase.rows(self.state.processes) / len(data.subset)
             self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
@@ -116,6 +118,8 @@ class Trainer:
             if phase.boost.head:
                 first_head = load_first(phase.boost.head, self.head)
                 batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
+            if phase.position_span is not None:
+                batches = far_positions.spread(batches, phase.position_span)
             unlogged: StepResult | None = None
             started, first = perf_counter(), state.step
             while state.step < phase.steps:
