@@ -13,6 +13,7 @@ every outcome of every random draw. Results of a row:
   lossy    the rule is documented as lossy
   refused  the combination would bias the output, and cannot be built
   biased   a published way of drafting that is known to bias the output, and is found to do so
+  local    under a grammar's masks, as plain masked decoding; the total variation is from the law of texts that obey it
   FAILED   anything else; the exit code is then 1
 
 callable=module:function enumerates your own sampler instead, on random targets, each with a draft model near it. The
@@ -100,7 +101,9 @@ def main(config: CertifyConfig) -> None:
         if row.reason:
             display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
     counts = Counter(row.result for row in rows)
-    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
+    results = ", ".join(
+        f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "local", "refused", "FAILED") if counts[v]
+    )
     display.line(f"{len(rows)} rows, {sum(row.outcomes for row in rows):,} outcomes: {results}")
     for rule in LOSSY:
         mean = rule_total_variation(rule)

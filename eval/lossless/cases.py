@@ -288,3 +288,31 @@ def counterexamples() -> tuple[Counterexample, ...]:
             0.21,
         ),
     )
+
+
+@dataclass(frozen=True)
+class GrammarCase:
+    """A target under the masks of a grammar, with drafts that the masks have not changed. A step must commit what plain
+    masked decoding does, which renormalises every token's distribution. This is not the model's distribution given that
+    the whole text obeys the grammar (2605.07698)."""
+
+    draft_sampling: str
+    shape: str
+    target: TabularLM  # with masks
+    conditional: TabularLM  # the model's distribution of texts that obey the grammar
+    draft: Draft
+    depth: int
+    expected: float  # total variation between the two, calculated by hand
+    rule: str = "exact"
+
+
+def grammar_cases() -> tuple[GrammarCase, ...]:
+    """Return a grammar over the tokens a and b that allows the texts aa, ba and bb. The model writes a b after a with
+    probability 0.9, which the grammar forbids. Masks give (0.5, 0.25, 0.25) for the three texts; the model's own
+    probabilities are in the ratio 0.05 : 0.25 : 0.25."""
+    even = (0.5, 0.5)
+    model, masked = _table(even, (0.1, 0.9), even), _table(even, (1.0, 0.0), even)
+    conditional = _table((1 / 11, 10 / 11), (1.0, 0.0), even)
+    drafts = _shortened(model, 1, lambda proposal: torch.ones_like(proposal.tokens[:, 0]))
+    name = "chain 1, the target's tokens masked by a grammar"
+    return (GrammarCase("drafts without masks", name, masked, conditional, drafts, 1, 0.5 - 1 / 11),)

@@ -11,13 +11,25 @@ from functools import lru_cache
 from typing import Any
 
 from drafthead.errors import UserError
-from drafthead.eval.lossless.cases import EXACT, RAW, Case, Counterexample, Refusal, cases, counterexamples, refusals
+from drafthead.eval.lossless.cases import (
+    EXACT,
+    RAW,
+    Case,
+    Counterexample,
+    GrammarCase,
+    Refusal,
+    cases,
+    counterexamples,
+    grammar_cases,
+    refusals,
+)
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.token_tree import TokenTree
 
+AnyCase = Case | Refusal | Counterexample | GrammarCase
 EXACT_BELOW = 1e-9  # total variation below this is rounding
 PAIRS = 64  # random targets, each with a drafter near it, over which `rule_total_variation` averages
 
@@ -30,7 +42,7 @@ class Row:
     draft_sampling: str
     sampler: str
     shape: str
-    result: str  # exact, lossy, biased (a counterexample), refused or FAILED
+    result: str  # exact, lossy, biased (a counterexample), local (under a grammar's masks), refused or FAILED
     vocabulary: int = 0  # the target's tokens; 0 if nothing is enumerated
     outcomes: int = 0  # sequences of random choices; the bonus token's whole distribution is added
     total_variation: float | None = None  # of the next tokens (one more than the tree's depth) from the target's
@@ -53,7 +65,7 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
     return total / PAIRS
 
 
-def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
+def check(case: AnyCase, seed: int = 0) -> Row:
     """Enumerate a case's outcomes, or, for a ``Refusal``, try to build the combination."""
     if isinstance(case, Refusal):
         reason = ""
@@ -67,6 +79,12 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
         step = committed(case.draft, target, RAW, EXACT, case.depth)
         distance = total_variation(step, target.probs(RAW))
         result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
+    elif isinstance(case, GrammarCase):
+        target, probs = case.target, case.target.probs(RAW)
+        step = committed(case.draft, target, RAW, EXACT, case.depth)
+        distance = total_variation(step, probs, law=case.conditional.probs(RAW))
+        is_local = total_variation(step, probs) < EXACT_BELOW and abs(distance - case.expected) < EXACT_BELOW
+        result = "local" if is_local else "FAILED"
     else:
         target, draft = case.tables(seed)
         step = committed(draft, target, case.sampler, case.rule, case.shape.depth, case.greedy)
@@ -77,7 +95,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
+    every: list[AnyCase] = [*cases(), *refusals(), *counterexamples(), *grammar_cases()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:
         raise UserError(f"no case has {only!r}; run drafthead certify to see them all")
@@ -89,7 +107,7 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
     return rows
 
 
-def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
+def labels(case: AnyCase) -> dict[str, Any]:
     if not isinstance(case, Case):
         sampler = "any" if isinstance(case, Refusal) else settings_label(RAW, "temperature")
         return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": sampler, "shape": case.shape}

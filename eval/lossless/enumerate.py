@@ -148,12 +148,15 @@ def committed(
     return committed_probs
 
 
-def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Return the total variation between the committed tokens' distribution and the target's, ``probs`` [prefixes, V].
-    Only the first ``length`` tokens are compared; None: depth + 1."""
-    target_masses = probs[0]
+def total_variation(
+    committed_probs: CommittedProbs, probs: Tensor, length: int | None = None, law: Tensor | None = None
+) -> float:
+    """Return the total variation between the committed tokens' distribution and the target's, ``probs`` [prefixes, V],
+    or the distribution ``law`` [prefixes, V]. Only the first ``length`` tokens are compared; None: depth + 1."""
+    law = probs if law is None else law
+    target_masses = law[0]
     for n in range(1, committed_probs.depth + 1):
-        target_masses = _extended(target_masses, probs, n, committed_probs.vocabulary)
+        target_masses = _extended(target_masses, law, n, committed_probs.vocabulary)
     difference = committed_probs.completed(probs) - target_masses
     if length is not None:
         difference = difference.view(committed_probs.vocabulary**length, -1).sum(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafthead.eval.lossless import callables, certify
 from drafthead.eval.lossless.callables import constant, distances, sampler_distribution
-from drafthead.eval.lossless.cases import Case, counterexamples
+from drafthead.eval.lossless.cases import Case, counterexamples, grammar_cases
 from drafthead.eval.lossless.cases import cases as all_cases
 from drafthead.eval.lossless.enumerate import committed
 from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM
@@ -46,7 +46,7 @@ def test_the_whole_certificate() -> None:
     rows = certify.certify()
     counts = Counter(row.result for row in rows)
     assert counts["FAILED"] == 0 and counts["exact"] >= 1138
-    assert (counts["lossy"], counts["biased"], counts["refused"]) == (18, 4, 7)
+    assert (counts["lossy"], counts["biased"], counts["local"], counts["refused"]) == (18, 4, 1, 7)
     assert sum(row.outcomes for row in rows) >= 1_242_450
 
 
@@ -134,13 +134,21 @@ def test_trees_by_cost_keep_the_distribution(kind: str) -> None:
     assert len(rows) >= 3 and {row.result for row in rows} == {"exact"}
 
 
+def test_masks_sample_the_local_projection_of_a_grammar() -> None:
+    """As plain masked decoding does, and not the model's law of the texts that obey the grammar."""
+    (case,) = grammar_cases()
+    row = certify.check(case)
+    assert row.result == "local" and row.total_variation == pytest.approx(9 / 22)
+    assert certify.check(replace(case, target=case.conditional)).result == "FAILED"
+
+
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     call("certify", "only=chain 1", f"json={tmp_path / 'rows.json'}")
     shown = capsys.readouterr().out
     assert "13 samplers" in shown and "FAILED" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["result"] for row in rows} == {"exact", "lossy", "biased", "refused"}
+    assert {row["result"] for row in rows} == {"exact", "lossy", "biased", "local", "refused"}
     assert f"{len(rows)} rows" in shown
     call("certify", "only=top_p 0.9", "each=true")
     assert "temperature 0.8, top_k 4" in capsys.readouterr().out
