@@ -3,6 +3,7 @@
 Shape legend: B rows of the batch, n rows that are not finished, T tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -57,24 +58,36 @@ class ProcessedSampler:
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
-            scores = self._processed(None, scores) if contexts is None else self._by_length(scores, contexts)
+            asked = self._processors
+            scores = (
+                self._processed(None, scores, asked) if contexts is None else self._by_length(scores, contexts, asked)
+            )
             if self._sample:
                 return scores.softmax(-1)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
 
-    def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
+    def only_token(self, contexts: Contexts, vocab_size: int) -> Tensor:
+        """Return the token [n] that the processors leave as the only one after each context, before the base's logits
+        are known; -1 if they leave several. Processors that read logits only are not asked."""
+        readers = [processor for processor in self._processors if type(processor) not in READ_LOGITS_ONLY]
+        with torch.inference_mode(False), torch.no_grad():
+            scores = torch.zeros(len(contexts.rows), vocab_size, device=contexts.tokens.device)
+            left = self._by_length(scores, contexts, readers) > -torch.inf
+        return torch.where(left.sum(-1) == 1, left.int().argmax(-1), -1)
+
+    def _processed(self, ids: Tensor | None, scores: Tensor, processors: Sequence[Any]) -> Tensor:
         # A LogitsProcessorList inspects the signature of each processor in every call.
-        for processor in self._processors:
+        for processor in processors:
             scores = processor(ids, scores)
         return scores
 
-    def _by_length(self, scores: Tensor, contexts: Contexts) -> Tensor:
+    def _by_length(self, scores: Tensor, contexts: Contexts, processors: Sequence[Any]) -> Tensor:
         width, rows = self._prompts.shape[1], contexts.rows
         if (nodes := rows.count(rows[0])) > 1:  # several nodes of each row, with equal or different lengths
             parts = [
                 Contexts(contexts.tokens[n::nodes], contexts.lengths[n::nodes], rows[n::nodes]) for n in range(nodes)
             ]
-            each = [self._by_length(scores[n::nodes], part) for n, part in enumerate(parts)]
+            each = [self._by_length(scores[n::nodes], part, processors) for n, part in enumerate(parts)]
             return torch.stack(each, 1).flatten(0, 1)
         own = contexts.lengths.tolist()
         lengths = [length + self._padding[row] for length, row in zip(own, rows, strict=True)]
@@ -83,13 +96,13 @@ class ProcessedSampler:
         for n, row in enumerate(rows):
             ids[row, width : lengths[n]] = contexts.tokens[n, width - self._padding[row] : own[n]]
         if len(set(lengths)) == 1 and rows == list(range(len(ids))):
-            return self._processed(ids, scores)
+            return self._processed(ids, scores, processors)
         processed = torch.empty_like(scores)
         for length in set(lengths):
             every = scores.new_zeros(len(ids), scores.shape[1])
             every[rows] = scores
             wanted = [n for n, other in enumerate(lengths) if other == length]
-            processed[wanted] = self._processed(ids[:, :length], every)[[rows[n] for n in wanted]]
+            processed[wanted] = self._processed(ids[:, :length], every, processors)[[rows[n] for n in wanted]]
         return processed
 
 

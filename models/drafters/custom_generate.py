@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any
@@ -22,10 +22,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import DecodingSequence, prepare
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
+from drafthead.models.decoding.loop import DecodingSequence, default_draft_config, prepare
 from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
-from drafthead.models.decoding.sampling import Sampler, TargetSampler
+from drafthead.models.decoding.sampling import Contexts, Sampler, TargetSampler
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.drafters.forced import Constraint, bind
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.heads.parts.loading import load_head
@@ -46,13 +48,25 @@ PREPARED = ("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_kee
 
 
 def custom_generate(
-    head: str | Path | DraftHead, *, revision: str | None = None, draft_config: DraftConfig | None = None
+    head: str | Path | DraftHead | None = None,
+    *,
+    revision: str | None = None,
+    draft_config: DraftConfig | None = None,
+    drafter: str = "head",
 ) -> Callable[..., Any]:
     """Return a function for ``model.generate(..., custom_generate=...)`` that drafts with ``head``.
 
-    ``head`` is a folder or a Hub repository (with an optional ``revision``), or a loaded head.
+    Args:
+        head: a folder or a Hub repository, or a loaded head; None if ``drafter`` does not use it.
+        revision: branch, tag or commit of a repository.
+        draft_config: the tree to draft with ``head``; by default its calibrated tree.
+        drafter: the drafter around the head, as in ``drafthead eval``. ``head+forced`` also drafts the tokens that
+            ``prefix_allowed_tokens_fn`` or another logits processor forces.
     """
-    source = head if isinstance(head, DraftHead) else resolve_folder(head, revision)
+    expression = parse_drafter(drafter)
+    if head is None and any(part.kind == "head" and not part.name for part in expression.walk()):
+        raise UserError(f"drafter={drafter!r} needs a head; give one, or a drafter such as prompt_lookup+forced")
+    source = head if head is None or isinstance(head, DraftHead) else resolve_folder(head, revision)
 
     # transformers takes stop_strings out of the settings only because this signature has it. Otherwise it asks for
     # the tokenizer, which it has thrown away.
@@ -75,8 +89,10 @@ def custom_generate(
         check_stateless(logits_processor, input_ids, model.config.get_text_config().vocab_size)
         streamer = call.get("streamer")
         replay = Replay(input_ids, padding, logits_processor, stopping_criteria, generation_config, streamer)
-        with attached(model, source) as (base, drafter):
-            replay.run(base, drafter, draft_config)
+        with attached(model, source) as (base, loaded):
+            # A batch has a tree of its own.
+            own = None if loaded is None else default_draft_config(loaded, len(input_ids))
+            replay.run(base, *build_drafter(expression, base, loaded, draft_config or own))
         return replay.output()
 
     return generate
@@ -177,14 +193,17 @@ class Replay:
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
 
-    def run(self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None) -> None:
+    def run(self, base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> None:
         sampler: TargetSampler = Sampler()
+        only_token = _nothing_forced
         if self.config.do_sample or self.processors:
             sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
             sampler = ProcessedSampler(self.processors, prompts, self.padding, self.pad or 0, sampled)
+            only_token = partial(sampler.only_token, vocab_size=base.vocab_size)
+        bind(drafter, Constraint(only_token, self.eos_ids))
         loop = prepare(
             base,
-            head,
+            drafter,
             [row.prompt for row in self.rows],
             max_new_tokens=self.max_new_tokens,
             draft_config=draft_config,
@@ -246,6 +265,10 @@ class Replay:
         return GenerateDecoderOnlyOutput(sequences=sequences, **values)
 
 
+def _nothing_forced(contexts: Contexts) -> Tensor:
+    return torch.full_like(contexts.lengths, -1)
+
+
 class _Attached:
     """The base and the head that a model keeps between calls of ``generate``. A copied or pickled model has none."""
 
@@ -260,8 +283,9 @@ class _Attached:
 
 
 @contextmanager
-def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
-    """Yield a base that wraps ``model``, and the head of ``source``, a saved head's folder or a loaded head.
+def attached(model: Any, source: Path | DraftHead | None) -> Iterator[tuple[BaseModel, DraftHead | None]]:
+    """Yield a base that wraps ``model``, and the head of ``source``, a saved head's folder or a loaded head (None: no
+    head).
 
     The first call compares the model with stock transformers and loads the head. Later calls do so again only if
     weights have moved or have another dtype. The head is also loaded again for another folder, or if its
@@ -297,13 +321,15 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
                 setattr(owner, name, True)
 
 
-def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:
+def _attach(state: _Attached, model: Any, source: Path | DraftHead | None) -> tuple[BaseModel, DraftHead | None]:
     weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
     if state.base is None or weights != state.weights:
         state.base, state.weights, state.heads = BaseModel.wrap(model, None), weights, {}
     else:
         model.set_attn_implementation(attention.register())
     base = state.base
+    if source is None:
+        return base, None
     if isinstance(source, DraftHead):
         if (source.base.device, source.base.dtype) != (base.device, base.dtype):
             what = f"the head was loaded for a base on {source.base.device} in {source.base.dtype}"

@@ -2,8 +2,9 @@
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
 for the base, sped up by B. ``@N`` sets the largest number of drafts on a path, but a head or a combination never drafts
-more than without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. The path
-of an existing folder may contain ``+``; parentheses set it apart, as in ``(head:out/a+b)+prompt_lookup``.
+more than without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. With
+``:window=N``, a head that was trained without a window sees only the latest N tokens. The path of an existing folder
+may contain ``+``; parentheses set it apart, as in ``(head:out/a+b)+prompt_lookup``.
 """
 
 import re
@@ -24,10 +25,12 @@ from drafthead.models.decoding.tree_names import UNMEASURED, parse_tree
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.experimental.words import WORDS
+from drafthead.models.drafters.forced import ForcedTokens
 from drafthead.models.drafters.kinds import Expression, Kind, Parts
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
+from drafthead.models.heads.parts.windows import with_window
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
 
@@ -53,6 +56,14 @@ def _model(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
     return ModelDrafter(model, base, num_tokens=expression.tokens)
 
 
+def _head(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
+    return load_head(expression.name, base)
+
+
+def _forced(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
+    return ForcedTokens(expression.tokens)
+
+
 KINDS = {
     "prompt_lookup": Kind(form="prompt_lookup[:TOKENS[:PER_MATCH]]", build=_prompt_lookup, tokens=3, numbers=(0, 2)),
     "suffix_memory": Kind(form="suffix_memory[:TOKENS[:MEMORY]]", build=_suffix_memory, tokens=4, numbers=(0, 2)),
@@ -64,7 +75,8 @@ KINDS = {
         tokens_at=1,
     ),
     "model": Kind(form="model:NAME[:TOKENS]", build=_model, tokens=5, numbers=(0, 1), takes_name=True, needs_name=True),
-    "head": Kind(form="head:FOLDER", build=lambda e, base, parts: load_head(e.name, base), takes_name=True),
+    "head": Kind(form="head[:FOLDER][:window=N]", build=_head, takes_name=True),
+    "forced": Kind(form="forced[:TOKENS]", build=_forced, tokens=16, numbers=(0, 1)),
     **WORDS,
 }
 FORMS = ", ".join([*(kind.form for kind in KINDS.values()), "A+B"])
@@ -78,8 +90,10 @@ class DrafterConfig:
     """Drafter built around the head, such as ``head+prompt_lookup:8:2``; ``head`` is the head alone. Drafters without
     training: ``prompt_lookup[:TOKENS[:PER_MATCH]]`` (PER_MATCH: most drafts per matching token),
     ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers, up to MEMORY tokens), ``max_gram[:CORPUS]``
-    (any match, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]`` (TriForce).
-    Others: ``model:NAME[:TOKENS]``, ``head:FOLDER`` (in parentheses if FOLDER contains ``+``). Combinations: ``A+B`` in
+    (any match, else the corpus's bigrams), ``forced[:TOKENS]`` (tokens that a grammar forces, in ``custom_generate``),
+    ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]`` (TriForce).
+    Others: ``model:NAME[:TOKENS]``, ``head:FOLDER`` (in parentheses if FOLDER contains ``+``), ``head:window=2048`` (a
+    head that was trained without a window sees only the latest 2,048 tokens). Combinations: ``A+B`` in
     one tree, ``relay:A@2+B@4`` along one path (up to 2 drafts of A, then 4 of B), ``nested:A@6+B`` (B drafts for A, A
     for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
@@ -163,6 +177,9 @@ def _part(text: str) -> Expression:
         inner = parse_drafter(body[1:-1])
         limits = [limit for limit in (inner.most_tokens, most_tokens) if limit is not None]
         return replace(inner, most_tokens=min(limits, default=None), text=text)
+    window = None
+    if windowed := re.fullmatch(r"(head(?::.+)?):window=(\d+)", body):
+        body, window = windowed[1], int(windowed[2])
     kind_name, *details = body.split(":")
     kind, name = KINDS.get(kind_name), ""
     if kind is None or kind.combines:
@@ -182,7 +199,7 @@ def _part(text: str) -> Expression:
     if len(values) > kind.tokens_at:
         tokens = values[kind.tokens_at]
         _check_tokens(text, tokens)
-    return Expression(text, kind_name, name, values, tokens, most_tokens)
+    return Expression(text, kind_name, name, values, tokens, most_tokens, window=window)
 
 
 def _check_tokens(text: str, tokens: int) -> None:
@@ -244,6 +261,8 @@ def build_drafter(
         elif head_config is not None and head_config.draft_sampling is not DraftSampling.TOP_K:
             sampling, sampler = head_config.draft_sampling, head_config.sampler
             config = replace(config, draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0)
+    if expression.window is not None:
+        drafter = with_window(drafter, expression.window)
     return drafter, config if expression.most_tokens is None else config.truncate(expression.most_tokens)
 
 

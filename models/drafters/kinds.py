@@ -37,6 +37,7 @@ class Expression:
     default_tokens: int = 0
     most_tokens: int | None = None  # the N of ``@N``: largest number of drafts on a path; None without ``@N``
     parts: tuple["Expression", ...] = ()  # the drafters of a combination, in order
+    window: int | None = None  # the N of ``head:window=N``: tokens that a head trained without a window sees
 
     @property
     def tokens(self) -> int:

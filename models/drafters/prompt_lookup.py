@@ -150,11 +150,10 @@ class PromptLookup(Drafter):
         return best, length.gather(1, best)
 
 
-class LookupSession(Session):
-    """Searches the committed tokens of its rows at every step."""
+class TextSession(Session):
+    """Base class of sessions that keep the committed tokens of their rows, and nothing else."""
 
-    def __init__(self, drafter: PromptLookup, rows: int) -> None:
-        self._drafter = drafter
+    def __init__(self, rows: int) -> None:
         self._text = TokenBuffer(torch.zeros(rows, 0, dtype=torch.int64), [0] * rows)
 
     @property
@@ -163,6 +162,24 @@ class LookupSession(Session):
 
     def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
         self._text = self._text.append(tokens, counts)
+
+    def select(self, rows: list[int]) -> None:
+        lengths = [self._text.lengths[row] for row in rows]
+        self._text = TokenBuffer(take_rows(self._text.tokens, rows)[:, : max(lengths)], lengths)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self._text = TokenBuffer(self._text.tokens[:, : max(lengths)], lengths)
+
+
+class LookupSession(TextSession):
+    """Searches the committed tokens of its rows at every step."""
+
+    def __init__(self, drafter: PromptLookup, rows: int) -> None:
+        super().__init__(rows)
+        self._drafter = drafter
+
+    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
+        super().commit(tokens, counts, base_hidden, nodes)
         self._drafter.to(tokens.device)
 
     @torch.inference_mode()
@@ -189,14 +206,7 @@ class LookupSession(Session):
                 draft_sampling=DraftSampling.TOP_K,
                 likelihoods=None if likelihoods is None else _with_root(likelihoods[:, 0, :count]),
             )
-        return _tree(last_token, tokens, valid, draft_config.nodes, likelihoods)
-
-    def select(self, rows: list[int]) -> None:
-        lengths = [self._text.lengths[row] for row in rows]
-        self._text = TokenBuffer(take_rows(self._text.tokens, rows)[:, : max(lengths)], lengths)
-
-    def rollback(self, lengths: list[int]) -> None:
-        self._text = TokenBuffer(self._text.tokens[:, : max(lengths)], lengths)
+        return tree_of(last_token, tokens, valid, draft_config.nodes, likelihoods)
 
 
 def _with_root(likelihoods: Tensor) -> Tensor:
@@ -204,7 +214,7 @@ def _with_root(likelihoods: Tensor) -> Tensor:
     return torch.nn.functional.pad(likelihoods, (1, 0), value=1.0)
 
 
-def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int, likelihoods: Tensor | None) -> Proposal:
+def tree_of(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int, likelihoods: Tensor | None) -> Proposal:
     """Merge M continuations of ``last_token`` [B] into a tree per row, of up to ``nodes`` nodes with the root.
     ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``, and ``likelihoods`` [B, M, K] are those of
     ``tokens``. Earlier continuations get nodes first."""
