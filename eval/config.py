@@ -25,6 +25,8 @@ from drafthead.settings.schema import (
 
 Split = Literal["all", "dev", "test"]  # trees, settings and recipes are chosen on dev; results are reported on test
 ENGINES = ("vllm", "llamacpp", "sglang")
+CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Edges of the bins of context lengths, in tokens before a step."""
 METHOD = "speculative"  # method of the evaluated drafter, which the headline numbers describe if it ran
 
 

@@ -337,7 +337,7 @@ def _held_out_length(context: RunContext, head: DraftHead, store: AnswerStore) -
     if context.is_served and store.folder == context.corpora.answers().folder:
         probs = [accept_probs_of_ranks(ranks, 1) for ranks in _tree_ranks(context, head)]
     elif context.is_served:
-        probs = stored_accept_probs(store.folder.parent, head, MAX_HELD_OUT_ANSWERS, _is_held_out)
+        probs, _ = stored_accept_probs(store.folder.parent, head, MAX_HELD_OUT_ANSWERS, _is_held_out)
     else:
         stored = store.read(with_hidden_states=False)
         answers = [answer for answer in stored if _is_held_out(answer)]

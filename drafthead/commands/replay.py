@@ -19,11 +19,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
+from drafthead.data.answers.loops import is_degenerate
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import Split, SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
-from drafthead.eval.report.tables import ResultTable
+from drafthead.eval.report.tables import ResultTable, context_table
 from drafthead.eval.trees.acceptance_fit import calibration_error, calibration_rows, candidate_fates
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
@@ -134,9 +135,9 @@ def main(config: ReplayConfig) -> None:
                 base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
-            rows.append(row_of(spec, nodes, simulated))
+            rows.append(row_of(spec, nodes, simulated, boundaries=prompt_lengths(texts)))
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
-    print_rows(rows, title, config, display)
+    print_rows(rows, title, texts, config, display)
     if isinstance(head, DraftHead) and head.tree_costs is not None and config.draft_sampling == "top_k":
         print_calibration(base, head, texts, config, display)
 
@@ -161,11 +162,16 @@ def replay_stored(config: ReplayConfig, display: Display) -> None:
         _, head = load_parts_and_head(config.head, config.base)
     check_lengths(head, config)
     with display.stage("drafts at every position of the answers with stored states"):
-        answers = stored_accept_probs(Path(config.texts or ""), head, config.limit)
+        answers, texts = stored_accept_probs(Path(config.texts or ""), head, config.limit)
     if not answers:
         raise UserError(f"no answer in {config.texts} has stored states and two tokens; store the states of more")
-    rows = rows_of(answers, None, config.chain, config.nodes, DraftSampling.TOP_K, config.seed)
-    print_rows(rows, f"simulated acceptance on {len(answers)} answers with stored states", config, display)
+    rows = rows_of(answers, None, config.chain, config.nodes, DraftSampling.TOP_K, config.seed, prompt_lengths(texts))
+    print_rows(rows, f"simulated acceptance on {len(answers)} answers with stored states", texts, config, display)
+
+
+def prompt_lengths(texts: Sequence[Answer]) -> list[int]:
+    """Return the prompt lengths of the answers that have steps."""
+    return [text.boundary for text in texts if text.positions]
 
 
 def check_lengths(head: DraftHead, config: ReplayConfig) -> None:
@@ -173,10 +179,17 @@ def check_lengths(head: DraftHead, config: ReplayConfig) -> None:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions; choose such lengths")
 
 
-def print_rows(rows: list[dict[str, Any]], title: str, config: ReplayConfig, display: Display) -> None:
+def print_rows(
+    rows: list[dict[str, Any]], title: str, texts: Sequence[Answer], config: ReplayConfig, display: Display
+) -> None:
+    contexts = {row["draft"]: row.pop("by context") for row in rows if "by context" in row}
     if not config.costs or config.stored_states:
         rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     display.console.print(ResultTable.of(title, rows).console())
+    if (by_context := context_table(contexts)) is not None:
+        display.console.print(by_context.console())
+    if looping := sum(is_degenerate(text.ids[text.boundary :]) for text in texts):
+        display.line(f"warning: {looping} of {len(texts)} answers repeat themselves, which flatters acceptance")
     if config.plot:
         bars = [
             (f"{row['draft']}, {row['nodes']} nodes", row["mean accepted length"], *(row["95 %"] or (None, None)))
@@ -204,7 +217,8 @@ def head_rows(
         with display.stage("step costs on this machine"):
             costs = measure_costs(base, head, progress=display.progress)
     sizes = [] if config.rule == "block" else config.nodes
-    table = rows_of(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
+    kind, lengths = probs_config.draft_sampling, prompt_lengths(texts)
+    table = rows_of(answers, costs, config.chain, sizes, kind, config.seed, lengths)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree with its confidence threshold, drafted at every position"):

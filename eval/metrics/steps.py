@@ -14,6 +14,7 @@ import numpy as np
 
 from drafthead.data.intervals import bootstrap_interval
 from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.eval.config import CONTEXTS
 from drafthead.models.decoding.step import DecodeResult
 
 if TYPE_CHECKING:
@@ -235,7 +236,6 @@ METRICS |= {name: METRICS[metric] for name, metric in SYNONYMS.items()}
 Bin = dict[str, Any]
 """Acceptance of the steps whose binned quantity is in ["low", "high"); the last bin includes its "high".
 "first_accepted" is the share of the bin's drafting steps that accepted a draft; NaN: nothing counted."""
-CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # edges of bins, in tokens
 
 
 def by_position(rows: Rows, width: int = 32) -> list[Bin]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from drafthead.data.answers.loops import is_degenerate
 from drafthead.eval.config import METHOD
 from drafthead.eval.lossless.equality import Equality, equality_rate
 from drafthead.eval.metrics import steps
@@ -38,8 +39,9 @@ def summarise(
     of ``step_table``, such as ``spans``.
     "tasks" and "overall" have the headline method's numbers, and each method's under "methods". "failed" lists the
     prompts left out of both. "metrics" has every metric per method. "by_position", "by_context", "by_entropy" and
-    "by_span" are the headline's acceptance in bins, "speedup_breakdown" its speedup over each baseline, and "equality"
-    its ``equality_rate``."""
+    "by_span" are the headline's acceptance in bins, "by_context_of" each method's by context. "degenerate" counts each
+    method's answers that repeat themselves. "speedup_breakdown" is the headline's speedup over each baseline, and
+    "equality" its ``equality_rate``."""
     table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     runs = {name: table[table.method == name] for name in timed.results}
     methods, baselines = method_names(runs), [name for name in AUTOREGRESSIVE if name in runs]
@@ -71,12 +73,28 @@ def summarise(
         "by_position": steps.by_position(runs[headline]),
         "by_context": steps.by_context(runs[headline]),
         "by_entropy": steps.by_entropy(runs[headline]),
+        "by_context_of": {name: steps.by_context(runs[name]) for name in methods},
         "by_span": steps.by_span(runs[headline]),
+        "degenerate": {name: _degenerate(timed, name, runs[name]) for name in methods},
         "speedup_breakdown": {name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines},
         "equality": equality_rate([equalities[headline][n] for n in answered if headline in equalities], dtype),
     }
     plain: dict[str, Any] = finite(summary)
     return plain
+
+
+def _degenerate(timed: TimedResults, method: str, rows: steps.Rows) -> dict[str, Any]:
+    """Return the number of a method's answers that repeat themselves, their prompts, and tau without them."""
+    answers = zip(timed.prompts, timed.turns, timed.results[method], strict=True)
+    looping = {(prompt.task, prompt.number, turn) for prompt, turn, row in answers if is_degenerate(row.tokens)}
+    keys = zip(rows.task, rows.prompt, rows.turn, strict=True)
+    others = rows[[key not in looping for key in keys]]
+    return {
+        "answers": len(looping),
+        "of": len(rows[rows.step == 0]),
+        "prompts": sorted({number for _, number, _ in looping}),
+        "mean_accepted_length_without": steps.mean_accepted_length(others),
+    }
 
 
 def retokenised(tokenizer: Any, tokens: list[int]) -> int:

@@ -179,6 +179,41 @@ def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
     return [table(evaluation) for table in tables] + ([load_table(evaluation)] if "load" in evaluation else [])
 
 
+def context_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> ResultTable | None:
+    """Return tau and steps by the number of tokens before the step; None without steps. ``methods`` are the bins of
+    ``by_context`` per method; one method's bins fill a column each."""
+    edges = sorted({(row["low"], row["high"]) for rows in methods.values() for row in rows})
+    if not edges:
+        return None
+    one = len(methods) == 1
+    table = []
+    for low, high in edges:
+        cells: dict[str, Any] = {"context (tokens)": f"{low:,.0f} to {high - 1:,.0f}"}
+        for name, rows in methods.items():
+            found = next((row for row in rows if row["low"] == low), None)
+            tau, steps = (found["mean_accepted_length"], found["steps"]) if found else (None, 0)
+            if one:
+                cells |= {"tau": tau, "steps": f"{steps:,.0f}"}
+            else:
+                cells[name] = f"{number(tau)} ({steps:,.0f} steps)"
+        table.append(cells)
+    return ResultTable.of("Mean accepted length by context", table)
+
+
+def degenerate_lines(evaluation: dict[str, Any]) -> list[str]:
+    """Return a warning if answers of a method repeat themselves, with a count per method; [] if none do."""
+    counts = evaluation.get("degenerate", {})
+    if not any(entry["answers"] for entry in counts.values()):
+        return []
+    parts = [f"{name} {entry['answers']} of {entry['of']}" for name, entry in counts.items()]
+    headline = counts[evaluation["headline"]]
+    without = f"; {evaluation['headline']} has tau {number(headline['mean_accepted_length_without'])} without them"
+    return [
+        f"warning: answers that repeat themselves, which flatters acceptance: {', '.join(parts)}"
+        + without * bool(headline["answers"])
+    ]
+
+
 def quality_table(quality: dict[str, Any]) -> ResultTable:
     rows = [
         {
@@ -197,7 +232,10 @@ def quality_table(quality: dict[str, Any]) -> ResultTable:
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
+    if (contexts := context_table(evaluation.get("by_context_of", {}))) is not None:
+        parts.append(f"{contexts.title}:\n\n{contexts.markdown()}")
     parts.append(f"{escaped(sentence(rule_line(evaluation)))}\n")
+    parts += [f"{escaped(sentence(line))}\n" for line in degenerate_lines(evaluation)]
     for lines in (engine_lines(evaluation), failures(evaluation)):
         parts.append("".join(f"- {escaped(line.strip())}\n" for line in lines))
     return "\n".join(filter(None, parts))
@@ -224,7 +262,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         f"{number(overall['mean_accepted_length'])}; accepted by draft position, given the one before: "
         f"{' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
-    lines += [*span_lines(evaluation), *forecast_lines(evaluation)]
+    lines += [*span_lines(evaluation), *degenerate_lines(evaluation), *forecast_lines(evaluation)]
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
     if held_out:
         depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])

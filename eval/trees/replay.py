@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from drafthead.data.answers.store import Answer
+from drafthead.eval.config import CONTEXTS
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.models.base.base_model import BaseModel
@@ -17,10 +20,33 @@ from drafthead.models.simulation.acceptance import AcceptProbs, SimulatedAccepta
 from drafthead.models.token_tree import TokenTree
 
 
-def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
-    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` is predicted (None: unknown)."""
+def row_of(
+    name: str,
+    nodes: int,
+    simulated: SimulatedAcceptance,
+    speedup: float | None = None,
+    boundaries: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` is predicted (None: unknown). With
+    ``boundaries``, the lengths of the simulated answers' prompts, it also has the acceptance ``by context``."""
     numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
-    return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
+    contexts = {} if boundaries is None else {"by context": by_context(simulated, boundaries)}
+    return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup} | contexts
+
+
+def by_context(simulated: SimulatedAcceptance, boundaries: Sequence[int]) -> list[dict[str, Any]]:
+    """Return expected steps and mean accepted length by the number of tokens before the step, as the ``by_context`` of
+    an evaluation."""
+    totals = np.zeros((len(CONTEXTS) - 1, 2))
+    for (started, committed), boundary in zip(simulated.by_position, boundaries, strict=True):
+        # A step from position t has t + 1 tokens of the answer before it.
+        bins = np.searchsorted(CONTEXTS, boundary + 1 + np.arange(len(started)), side="right") - 1
+        np.add.at(totals, bins.clip(max=len(totals) - 1), np.stack([started, started * committed], 1))
+    return [
+        {"low": low, "high": high, "steps": steps, "mean_accepted_length": tokens / steps}
+        for low, high, (steps, tokens) in zip(CONTEXTS[:-1], CONTEXTS[1:], totals.tolist(), strict=True)
+        if steps
+    ]
 
 
 def own_row(
@@ -51,9 +77,10 @@ def rows_of(
     sizes: Sequence[int],
     draft_sampling: DraftSampling,
     seed: int = 0,
+    boundaries: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes. A tree is simulated on answers that
-    its search did not use."""
+    its search did not use. The longest chain's row has the acceptance by context if ``boundaries`` are given."""
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     trees: dict[int, SimulatedAcceptance] = {}
@@ -66,5 +93,6 @@ def rows_of(
     table = []
     for name, nodes, deepest, simulated in drafts:
         speedup = None if costs is None else costs.speedup(simulated.mean_accepted_length, nodes, deepest)
-        table.append(row_of(name, nodes, simulated, speedup))
+        is_longest = name == f"chain of {max(lengths)}"
+        table.append(row_of(name, nodes, simulated, speedup, boundaries if is_longest else None))
     return table

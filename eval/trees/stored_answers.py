@@ -21,16 +21,18 @@ from drafthead.models.simulation.ranks import WIDTH, answer_ranks
 
 def stored_accept_probs(
     folder: Path, head: DraftHead, limit: int | None = None, is_chosen: Callable[[Answer], bool] = lambda answer: True
-) -> list[AcceptProbs]:
+) -> tuple[list[AcceptProbs], list[Answer]]:
     """Return acceptance probabilities [T, K, S] of the drafts of ``head`` along the first ``limit`` answers (None: all)
-    of the corpus in ``folder`` whose states are stored, of those that are chosen. Raises a ``UserError`` if no states
-    are stored."""
-    probs = list[AcceptProbs]()
+    of the corpus in ``folder`` whose states are stored, of those that are chosen, and these answers. Raises a
+    ``UserError`` if no states are stored."""
+    probs, used = list[AcceptProbs](), list[Answer]()
     found = ((a, states) for a, states in _read(folder, head) if is_chosen(a))
     for answer, states in islice(found, limit):
         batch = TrainBatch.of([answer.ids], answer.boundary).to(head.base.device)
-        probs += [accept_probs_of_ranks(ranks, WIDTH) for ranks in answer_ranks(head, batch, states)]
-    return probs
+        for ranks in answer_ranks(head, batch, states):  # none if the answer has one token
+            probs.append(accept_probs_of_ranks(ranks, WIDTH))
+            used.append(answer)
+    return probs, used
 
 
 def _read(folder: Path, head: DraftHead) -> Iterator[tuple[Answer, HiddenStates]]:

@@ -15,7 +15,7 @@ of a tree, W draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -161,6 +161,9 @@ class SimulatedAcceptance:
     steps: float  # expected number
     tokens: int  # that the steps commit, none of them after an answer's end
     nodes: dict[int, float] | None = None  # tree size with the root -> share of steps; not all trees are full
+    by_position: tuple[tuple[Floats, Floats], ...] = field(default=(), compare=False, repr=False)
+    """For each answer, by the position that a step may start from, [T] each: the probability that a step does, and the
+    tokens that it then commits."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
@@ -186,4 +189,7 @@ def simulate_steps(
         steps=steps,
         tokens=int(tokens),
         nodes=nodes,
+        by_position=tuple(
+            (start, 1 + lengths @ np.arange(lengths.shape[1])) for start, lengths in zip(started, answers, strict=True)
+        ),
     )

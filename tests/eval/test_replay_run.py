@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drafthead.data.answers.loops import is_degenerate
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
@@ -107,6 +108,8 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     texts, plot = f"texts={tmp_path / 't.jsonl'}", f"plot={tmp_path / 'bars.png'}"
     call("replay", f"head={head}", "chain=[1]", texts, drafters, plot)
     said = capsys.readouterr().out
+    said, by_context = said.split("Mean accepted length by context")
+    assert "relay:head@1+prompt_lookup@3" in by_context
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in said.splitlines() if line.count("│") > 4]
     length_of = {name: float(tokens) for name, _, tokens in rows}
     assert length_of["suffix_memory@4"] > length_of["prompt_lookup@4"] + 0.5, said
@@ -120,3 +123,26 @@ def test_a_corpus_is_replayed(tmp_path: Path) -> None:
     store.append_shard([Answer(n, np.array([1, 2, 3 + n], np.int32), 2, True) for n in (1, 0)])
     assert [(a.ids, a.boundary) for a in read_texts(tmp_path / "corpus")] == [([1, 2, 3], 2), ([1, 2, 4], 2)]
     assert [a.ids for a in read_texts(tmp_path / "corpus" / "answers", 1)] == [[1, 2, 3]]
+
+
+def test_acceptance_by_context_length(
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and tau of every bin, by hand: greedy drafts of prompt lookup on an answer of one token, which repeats."""
+    monkeypatch.setenv("COLUMNS", "200")
+    base = tiny_base()
+    head = small_head(base, tmp_path / "head")
+    answer = decode(base, None, [7, 8, 9], max_new_tokens=400, ignore_eos=True).tokens
+    write_texts(tmp_path / "t.jsonl", [Answer.of([7, 8, 9, *answer], 3)])
+    call("replay", f"head={head}", "chain=[1,2]", f"texts={tmp_path / 't.jsonl'}", "nodes=[2]", "costs=false",
+         "drafters=[prompt_lookup@3]")  # fmt: skip
+    shown = capsys.readouterr().out
+    table = shown.split("Mean accepted length by context")[1]
+    assert re.search("chain of 2 .*prompt_lookup@3 ", table)
+    lines = [line.split("│")[1:-1] for line in table.splitlines() if line.startswith("│")]
+    assert [line[0].strip() for line in lines] == ["0 to 255", "", "256 to 511", ""]
+    for n in (1, 2):
+        taus, steps = ([float(re.sub(r"[^\d.]", "", line[n])) for line in half] for half in (lines[::2], lines[1::2]))
+        tokens = sum(tau * count for tau, count in zip(taus, steps, strict=True))
+        assert tokens == pytest.approx(399, rel=0.02), "the answer's tokens after the prefill's"
+    assert ("repeat themselves" in shown) == is_degenerate(answer)

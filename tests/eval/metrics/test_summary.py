@@ -119,12 +119,29 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def test_every_key_and_value_is_that_of_version_0_2_0() -> None:
     stored = flat(json.loads((FOLDER / "stored_summary.json").read_text()))
     summary = json.loads(json.dumps(stored_summary(), allow_nan=False))
-    assert summary.pop("by_span")  # 0.2.0 did not have this key
+    for key in ("by_span", "by_context_of", "degenerate"):
+        assert summary.pop(key)  # 0.2.0 did not have this key
     computed = flat(summary)
     assert set(computed) == set(stored)
     for key, value in stored.items():
         assert type(computed[key]) is type(value), key
         assert computed[key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), key
+
+
+def test_answers_that_repeat_themselves_are_counted() -> None:
+    """A loop of the prompt 4 has twice the acceptance of the other answer, of which tau without it is."""
+    asked = [EvalPrompt("chat", number, []) for number in (3, 4)]
+    fair, fast = steady_answer(41, 2.0, committed=2), steady_answer(41, 1.0, committed=4)
+    loop = replace(fast, tokens=[9, *[7, 8] * 20])
+    results = {"autoregressive": [steady_answer(41, 3.0)] * 2, "speculative": [fair, loop], "head": [fair, fair]}
+    evaluation = summarised(asked, results, {})
+    assert evaluation["degenerate"] == {
+        "speculative": {"answers": 1, "of": 2, "prompts": [4], "mean_accepted_length_without": 2.0},
+        "head": {"answers": 0, "of": 2, "prompts": [], "mean_accepted_length_without": 2.0},
+    }
+    assert evaluation["overall"]["mean_accepted_length"] > 2.5
+    (low,) = evaluation["by_context_of"]["head"]
+    assert low["steps"] == 40 and evaluation["by_context"] == evaluation["by_context_of"]["speculative"]
 
 
 # Perplexity, greedy match rate and KL ---------------------------------------------------------------------------------

@@ -343,3 +343,25 @@ def test_results_with_other_settings_are_kept(
     (out / "eval-settings.json").unlink()  # as version 0.3.0 left it
     evaluate("limit=2")
     assert (out / "earlier-2" / "eval.json").exists()
+
+
+def test_acceptance_by_context_and_answers_that_repeat_themselves(tmp_path: Path) -> None:
+    """On the page, on the card and, the warning only, on the terminal."""
+    bins = [
+        {"low": 0.0, "high": 256.0, "steps": 1200, "mean_accepted_length": 2.0},
+        {"low": 2048.0, "high": 4096.0, "steps": 30, "mean_accepted_length": 1.25},
+    ]
+    loops = {"answers": 0, "of": 8, "prompts": [], "mean_accepted_length_without": 1.9}
+    several = evaluation() | {
+        "by_context_of": {"speculative": bins, "head": bins[:1]},
+        "degenerate": {"speculative": loops | {"answers": 2, "prompts": [3, 5]}, "head": loops},
+    }
+    said = "answers that repeat themselves, which flatters acceptance: speculative 2 of 8, head 0 of 8; speculative has"
+    page, card = page_of(tmp_path, several), tables.markdown_table(several)
+    for text in (page, card, "\n".join(tables.console_lines(several))):
+        assert f"{said} tau 1.90 without them" in text
+    assert "By context length" in page and "2,048 to 4,095" in page and "| 0 to 255 | 2.00 (1,200 steps) |" in card
+    assert "| 2,048 to 4,095 | 1.25 (30 steps) | – (0 steps) |" in card
+    one = evaluation() | {"by_context_of": {"speculative": bins}, "degenerate": {"speculative": loops}}
+    page, card = page_of(tmp_path, one), tables.markdown_table(one)
+    assert "| 2,048 to 4,095 | 1.25 | 30 |" in card and "repeat themselves" not in page + card
