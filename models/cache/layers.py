@@ -136,7 +136,7 @@ class KeyValueShape(LayerShape):
         shapes: Sequence["KeyValueShape"], rows: list[Row], capacity: int, zeros: Callable[..., Tensor]
     ) -> "FullLayers":
         sliding = shapes[0].sliding
-        held = sliding.held if sliding else capacity
+        held = min(sliding.held, capacity) if sliding else capacity
         stacks = [
             zeros((shapes.count(shape), len(rows), heads, held, width))
             for shape in dict.fromkeys(shapes)
@@ -375,4 +375,5 @@ class SlidingLayers(FullLayers):
         return view
 
     def grow(self, capacity: int) -> Self:
-        return self  # the memory does not depend on the number of positions
+        held = min(capacity, self._sizes.held)
+        return self if held == self.stacks[0].shape[3] else super().grow(held)
