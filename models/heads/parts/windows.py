@@ -68,5 +68,5 @@ def with_window(drafter: Drafter, window: int) -> DraftHead:
     reduced = drafter.d2t if len(drafter.d2t) < drafter.base.vocab_size else None
     head = config.build(drafter.base, reduced, start=False)
     head.load_state_dict(drafter.state_dict(), assign=True)
-    head.tree, head.batch_trees = drafter.tree, drafter.batch_trees
+    head.tree, head.batch_trees, head.tree_costs = drafter.tree, drafter.batch_trees, drafter.tree_costs
     return head.eval()
