@@ -4,6 +4,7 @@ Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -76,7 +77,9 @@ class BaseModel(BaseParts):
         self.stock_results: StockResults | None = None
         """Results of the stock modules, until :func:`check_against_stock` has compared them."""
         if self.device.type == "meta":
-            self.cache_shape = measured_shape(self) if self.recurrent else self.cache_shape
+            # Experts in float32 have no operator for tensors without memory; then attention's shape is assumed.
+            with suppress(UserError):
+                self.cache_shape = measured_shape(self) if self.recurrent else self.cache_shape
         else:
             self.fingerprint = fingerprint(model)
             self.cache_shape = measured_shape(self)

@@ -68,7 +68,11 @@ class DraftLM(DraftHead):
         self._sources = config.from_layers or spread_sources(base, config.num_layers)
         check_sources(base, self._sources)
         stock, settings = base.model.model.layers, base.model_config
-        self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
+        try:
+            self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
+        except AttributeError:  # Bamba's layers get their type from the decoder
+            what = f"the layers of {settings.model_type} cannot be built one by one, as a draft LM needs"
+            raise UserError(f"{what}; choose another head") from None
         if config.intermediate_size is not None:
             for layer in self.layers:
                 resize_mlp(getattr(layer, "mlp", None), config.intermediate_size)
