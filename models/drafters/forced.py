@@ -15,8 +15,8 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.candidates import root_only
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal
-from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Contexts
 from drafthead.models.drafters.combined import CompositeDrafter
