@@ -5,7 +5,7 @@ usage: drafthead engines [install=NAME] [key=value ...]
 drafthead engines
 drafthead engines install=vllm       # vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
 drafthead engines install=llamacpp   # llama.cpp as the package xllamacpp, 34 MB
-drafthead engines break_even=true base.name=MODEL   # the accepted length from which drafts pay in vLLM here
+drafthead engines break_even=true base=MODEL   # the accepted length from which drafts pay in vLLM here
 
 vLLM gets an environment of its own, by default ~/.cache/drafthead/engines/vllm.
 """
@@ -23,7 +23,6 @@ from drafthead.data.embedded.packages import pip_command
 from drafthead.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 from drafthead.errors import UserError
 from drafthead.files.local import require_space
-from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.settings.schema import Positive, settings
 from drafthead.system.display import Display
 
@@ -47,8 +46,8 @@ class EnginesCommandConfig:
     break_even: bool = False
     """Time vLLM's steps with ``base`` and print the mean accepted length from which drafts pay, before drafting time.
     No head is needed."""
-    base: BaseConfig = field(default_factory=lambda: BaseConfig(name=EMBEDDED))
-    """Base model for ``break_even``. By default the embedded SmolLM2."""
+    base: str = "embedded:smollm2"
+    """Base model for ``break_even``: a Hub id or a folder."""
     requests: list[Positive] = field(default_factory=lambda: [1, 2, 4, 8])
     """Numbers of concurrent requests for ``break_even``."""
     drafts: list[Positive] = field(default_factory=lambda: [1, 3, 5, 7])
@@ -91,10 +90,12 @@ def _break_even(config: EnginesCommandConfig, folder: Path, display: Display) ->
     from drafthead.eval.engines.clients import VllmServer
     from drafthead.eval.engines.served import free_port
     from drafthead.eval.report.tables import ResultTable
+    from drafthead.models.base.base_config import BaseConfig
     from drafthead.models.base.parts import BaseParts
     from drafthead.models.formats.format import vllm_options
 
-    parts, counts = BaseParts.of_checkpoint(config.base), counts_of(config.requests, config.drafts)
+    parts = BaseParts.of_checkpoint(BaseConfig(name=config.base))
+    counts = counts_of(config.requests, config.drafts)
     options = [*vllm_options(parts), "--max-num-seqs", str(max(counts))]
     server = LocalVllm(str(parts.config.folder()), options, {}, free_port(), str(folder / "bin" / "python"))
     try:

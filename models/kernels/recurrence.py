@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 CONVOLUTION_ONLY = "conv"  # layer type without a recurrent state
 BLOCK = 2**24  # most decays per pair of nodes and channel in memory at once
@@ -99,7 +98,9 @@ def _convolve(
     out = torch.einsum("bcnw,cw->bcn", windows.float(), weight.float())
     if bias is not None:
         out = out + bias.float()[:, None]
-    return (out if activation is None else ACT2FN[activation](out)).to(windows.dtype)
+    if activation is not None:
+        out = getattr(F, activation.replace("swish", "silu"))(out)
+    return out.to(windows.dtype)
 
 
 def _delta_rule(
