@@ -1,6 +1,7 @@
 """Whole runs whose base a server runs: equal to runs with the base itself, whatever is killed or fails under way."""
 
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,8 @@ def test_stored_states_replace_the_layers_of_the_base(medusa_run: Path, tmp_path
     def lengths(*settings: str) -> list[float]:
         capsys.readouterr()
         call("replay", head, corpora, "chain=[1,2]", "nodes=[4]", *settings)
-        return [float(row.split("│")[3]) for row in capsys.readouterr().out.splitlines() if row.startswith("│")]
+        rows = [row.split("│") for row in capsys.readouterr().out.splitlines() if re.match("│ (chain|best tree)", row)]
+        return [float(cells[3]) for cells in rows]
 
     stored = lengths("stored_states=true")
     assert len(stored) == 3 and stored == pytest.approx(lengths("costs=false"), abs=0.03)  # states are in float16
