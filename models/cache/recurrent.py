@@ -68,7 +68,7 @@ def recurrent_shape_of(stock: Any, layer: nn.Module) -> RecurrentShape | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a layer keeps of the committed tokens."""
+    """State of a layer after the committed tokens."""
 
     inputs: Tensor  # [B, C, W - 1] of the convolution, the latest last
     state: Tensor | None  # [B, ...] float32
@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass
 class Pending:
-    """What a layer keeps of the pending nodes."""
+    """Inputs and factors of a layer's pending nodes."""
 
     inputs: Tensor | None = None  # [B, C, P]
     tree: TreeState | None = None
