@@ -56,6 +56,11 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "p_eagle_parts": {**INDUCTION, **PARTS, "ttt_steps": 3, "parallel": True},
         "p_eagle_window": {"ttt_steps": 3, "parallel": True, "num_layers": 2, "window": 7, "full_layers": [1]},
     },
+    "mtp": {
+        "mtp": {},
+        "mtp_before_norms": {"before_final_norm": True, "norm_output": False, "ttt_steps": 2},
+        "mtp_parts": PARTS,
+    },
     "dspark": {
         "dspark": {"markov_rank": 8},
         "dspark_gated": {"markov_rank": 4, "markov_gate": True},

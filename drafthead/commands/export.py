@@ -32,9 +32,15 @@ from drafthead.eval.trees.finished_answers import base_answers, read_texts
 from drafthead.files.local import write_json
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
-from drafthead.models.formats.format import Format, dtype_name, published_name, unsupported_adapter, without_gpu
+from drafthead.models.formats.format import (
+    Format,
+    dtype_name,
+    published_name,
+    unsupported_adapter,
+    with_full_vocabulary,
+    without_gpu,
+)
 from drafthead.models.formats.gguf.gguf_files import check_base, write_base
-from drafthead.models.formats.medusa import with_full_vocabulary
 from drafthead.models.formats.proposer import proposer_lines
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
@@ -65,8 +71,8 @@ class ExportConfig(SuiteConfig):
     merged_base: bool = False
     """Also write the base with its adapter merged to OUT/base, and make this folder the engines' base."""
     vocabulary: Literal["own", "full"] = "own"
-    """Vocabulary of a Medusa head that shares the base's output head. ``own`` is the head's draft vocabulary, ``full``
-    the base's. ``to=vllm_medusa`` needs ``full``."""
+    """Vocabulary of a head that shares the base's output head. ``own`` is the head's draft vocabulary, ``full`` the
+    base's. ``to=vllm_medusa`` and ``to=mtp`` need ``full``."""
     base_gguf: str | None = None
     """Also write the base to base.gguf, with weights of type f32, f16, bf16, q8_0, q4_0 or q4_1. Only for GGUF
     formats."""
@@ -109,14 +115,14 @@ def main(config: ExportConfig) -> None:
         base_name = config.base_name or (str(Path(config.out) / BASE) if config.merged_base else None)
         if config.vocabulary == "full":
             head = with_full_vocabulary(head)
-        dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = target.dtype(head) if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
             target.export(head, folder, dtype, base_name)
             write_trees(folder, head)  # engines ignore it; an import takes it
         with display.stage("check: read back and compare"):
             length = min(config.max_new_tokens, base.max_context // 2)
             texts = texts or base_answers(base, replace(config, max_new_tokens=length))
-            reloaded, estimate = target.load(folder, base), training_estimate(config.head)
+            reloaded, estimate = target.reload(folder, head), training_estimate(config.head)
             check = check_export(base, head, reloaded, texts, dtype, estimate, config.estimate_tolerance)
         display.console.print(_table(target, head, check, f"{len(texts)} answers to {config.texts or config.suite}"))
         if failures := check.failures():
@@ -130,7 +136,7 @@ def main(config: ExportConfig) -> None:
                 write_base(base, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
     named = base_name or published_name(base)
-    if config.base_name is None and (config.merged_base or Path(named).is_dir()):
+    if target.names_base and config.base_name is None and (config.merged_base or Path(named).is_dir()):
         where = "a folder of this machine" if Path(named).is_absolute() else "seen from where the engine starts"
         display.line(f"   its files name the base as {named}, {where}; base_name=NAME writes another name")
     for engine in target.engines_for(head):

@@ -4,6 +4,7 @@ usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 
 drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
 drafthead import from=user/eagle3-llama base=user/llama out=outputs/eagle3_llama/head 'config.layers=[2,16,29]'
+drafthead import from=/models/glm base=/models/glm out=outputs/glm_mtp/head  # the MTP layer in its checkpoint
 drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
 
 formats: {formats}
@@ -12,24 +13,33 @@ It prints what was read, and notes what was assumed or ignored (docs/guides/chec
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command, new_folder
 from drafthead.errors import UserError
+from drafthead.eval.config import SuiteConfig
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import simulate_texts
+from drafthead.files.local import write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
+from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
+from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
 from drafthead.system.display import Display
 
+MEASURED = "import.json"  # file of the measurements that chose among the ways in which a head may read states
+MEASURED_PROMPTS, MEASURED_TOKENS = 8, 48
 OURS = ("format", "settings", "base", "draft_vocab")  # keys of drafthead's own config.json
 
 
@@ -76,15 +86,37 @@ def main(config: ImportConfig) -> None:
             base = load(config.base, progress=display.line)
         with display.stage(f"{file_format.title} from {config.from_}"):
             head = file_format.attach(checkpoint, base)
-            read_trees(folder, head)
-            head.save_pretrained(tmp_path)
+        lengths: dict[str, float] = {}
+        if variants := file_format.variants(head):
+            with display.stage("measure how it reads states"):
+                lengths = _mean_accepted_lengths(variants)
+            head = variants[max(lengths, key=lambda reading: lengths[reading])]
+            write_json(tmp_path / MEASURED, {"mean_accepted_length": lengths})
+        read_trees(folder, head)
+        head.save_pretrained(tmp_path)
     for label, text in [("format", file_format.title), *_summary(head)]:
         display.line(f"   {label:<18}{text}")
     for engine in file_format.engines_for(head):
         display.line(f"   {engine.name:<18}{engine.support}")
+    for reading, length in lengths.items():
+        display.line(f"   mean accepted length {length:.3f} if {reading}")
     for note in [*checkpoint.notes, *_base_notes(checkpoint.config, base)]:
         display.line(f"   note: {note}")
     display.line(f"written: {config.out}")
+
+
+def _mean_accepted_lengths(variants: Mapping[str, DraftHead]) -> dict[str, float]:
+    """Return the mean accepted length of each head along a few greedy answers of their base."""
+    base = next(iter(variants.values())).base_model
+    length = min(MEASURED_TOKENS, base.max_context // 2)
+    answers = base_answers(base, SuiteConfig(suite="builtin", limit=MEASURED_PROMPTS, max_new_tokens=length))
+    greedy = Sampler(temperature=0.0)
+
+    def simulated(head: DraftHead) -> float:
+        chain = DraftConfig(tree=TokenTree.chain(head.depth))
+        return simulate_texts(base, head, answers, chain, greedy).mean_accepted_length
+
+    return {reading: simulated(head) for reading, head in variants.items()}
 
 
 def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:

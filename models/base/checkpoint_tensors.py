@@ -5,7 +5,7 @@ experts.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,21 +56,29 @@ class _Sources:
 class CheckpointTensors:
     """The tensors of a checkpoint's files by the names of a model's state dict."""
 
-    def __init__(self, files: Iterable[Path], model: Any, key_mapping: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        model: Any,
+        key_mapping: dict[str, str] | None = None,
+        only: Container[str] | None = None,
+    ) -> None:
         """Find the tensors of the stock ``model`` in safetensors ``files``, of which only headers are read.
         ``key_mapping`` has the renamings that ``from_pretrained`` would get for this checkpoint (see ``inner_names`` in
-        ``text_model.py``)."""
+        ``text_model.py``). ``only`` names the stored tensors to use (None: all)."""
         self._model, self._state = model, model.state_dict(keep_vars=True)
         self._files: dict[str, Path] = {}  # name in the checkpoint -> file
         self._open: dict[Path, Any] = {}
         for path in files:
             file: Any = safe_open(path, "pt")
-            self._files |= dict.fromkeys(file.keys(), path)
+            self._files |= {name: path for name in file.keys() if only is None or name in only}
         rules = get_model_conversion_mapping(model, key_mapping)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         self._sources: dict[str, _Sources] = {}
+        self.unused: list[str] = []
+        """Stored names that are no tensors of the model, such as those of another part of a composite checkpoint."""
         # In the order in which transformers stacks tensors: expert 2 before expert 10.
         for stored in sorted(self._files, key=dot_natural_key):
             prefix = model.base_model_prefix
@@ -78,7 +86,8 @@ class CheckpointTensors:
             if name not in self._state and stored in self._state:
                 name, pattern = rename_source_key(stored, [], [], prefix, self._state)
             if name not in self._state:
-                continue  # of another part of a composite checkpoint
+                self.unused.append(stored)
+                continue
             if pattern is None:
                 self._sources[name] = _Sources(stored=[(stored, stored)])
                 continue

@@ -1,7 +1,7 @@
 """Views of a base with other decoder layers, which share all other modules and weights with the base."""
 
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import decoder_over, set_part, shallow_copy
-from drafthead.models.kernels.linear import inference_copy
+from drafthead.models.kernels.fused import fuse_modules
+from drafthead.models.kernels.linear import inference_copy, prepack_linears
 
 
 def with_layers(
@@ -37,6 +38,17 @@ def with_layers(
     view._tree_masks, view._static, view._last_layers = {}, None, {}
     view.name = f"{base.name} with {len(layers)} layers"
     return view
+
+
+def drafting_layers(base: BaseModel, layers: nn.ModuleList, dtype: torch.dtype | None) -> nn.ModuleList:
+    """Return trained stock ``layers``, or if ``base`` is prepacked, copies with fused and packed weights in ``dtype``
+    (None: their own)."""
+    if not base.prepacked:
+        return layers
+    layers = deepcopy(layers).requires_grad_(False)
+    fuse_modules(layers, dtype)
+    prepack_linears(layers, dtype)
+    return layers
 
 
 def first_layers(base: BaseModel, count: int) -> BaseModel:

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -149,6 +149,7 @@ class Format:
     weights_file: ClassVar[str] = "model.safetensors"
     base_file: ClassVar[str] = ""  # can hold the base next to the head; empty if the format has none
     head_config: ClassVar[type[DraftHeadConfig]]
+    names_base: ClassVar[bool] = True  # its files name the base that engines load
 
     # Tables of tensors and keys --------------------------------------------------------------------------------------
 
@@ -263,6 +264,11 @@ class Format:
         """Return the draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
+    def variants(self, head: DraftHead) -> Mapping[str, DraftHead]:
+        """Return the ways in which ``head`` may have to read its inputs, if the checkpoint does not say it: a sentence
+        that describes it -> the head. The first one is preferred if they draft equally well."""
+        return {}
+
     def fitted(self, head: Any) -> Any:
         """Return ``head``, or a variant that the format can hold, such as one over the full vocabulary."""
         return head
@@ -370,6 +376,14 @@ class Format:
     def load(self, folder: Path, base: BaseParts) -> DraftHead:
         return self.attach(self.read(folder), base)
 
+    def reload(self, folder: Path, head: DraftHead) -> DraftHead:
+        """Read the export of ``head`` back, with settings of ``head`` that the files do not hold."""
+        return self.load(folder, head.base)
+
+    def dtype(self, head: DraftHead) -> torch.dtype:
+        """Return the dtype in which ``head`` is exported unless another one is asked for."""
+        return next(head.parameters()).dtype
+
     def _all_tensors(self, head: DraftHead) -> dict[str, Tensor]:
         return {**self.derived_tensors(head), **self.tensors(head)}
 
@@ -388,6 +402,23 @@ class Format:
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
+
+
+def with_full_vocabulary(head: DraftHead) -> DraftHead:
+    """Return a head with the same weights and the base's whole output head, or ``head`` if it is one; reject heads with
+    own output layers or an induction head."""
+    if len(head.d2t) == head.base.vocab_size:
+        return head
+    if len(head.projections.weights) or getattr(head.config, "own_lm_head", False):
+        what = "needs a head that shares the base's output head"
+        raise UserError(f"vocabulary=full {what}; train with head.draft_vocab_size=null")
+    if head.config.induction_rank:
+        raise UserError("vocabulary=full cannot extend an induction head; train with head.induction_rank=0")
+    wide = replace(head.config, draft_vocab_size=None).build(head.base)
+    wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
+    if head.tree is not None:
+        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
+    return wide.eval()
 
 
 def unsupported_adapter(base: dict[str, Any]) -> Unsupported:

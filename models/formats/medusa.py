@@ -9,7 +9,6 @@ one block module, so a head with several blocks has equal values under several n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import BASE_NAME, Fixed, Format, Unsupported
+from drafthead.models.formats.format import BASE_NAME, Fixed, Format, Unsupported, with_full_vocabulary
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -201,23 +200,6 @@ class VllmMedusaFormat(MedusaFormat):
             raise checkpoint.wrong_base(f"does not cap logits, but {what}")
         if not head.config.own_lm_head:
             checkpoint.require_base_tensor(head.base, "lm_heads.0.weight", head.target_lm_head.weight)
-
-
-def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head, or ``head`` if it is one; reject
-    heads of other types, with own output layers or an induction head."""
-    if len(head.d2t) == head.base.vocab_size:
-        return head
-    if not isinstance(head, MedusaHead) or head.config.own_lm_head:
-        what = "needs a Medusa head that shares the base's output head"
-        raise UserError(f"vocabulary=full {what}; train with head.draft_vocab_size=null")
-    if head.config.induction_rank:
-        raise UserError("vocabulary=full cannot extend an induction head; train with head.induction_rank=0")
-    wide = replace(head.config, draft_vocab_size=None).build(head.base)
-    wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
-    if head.tree is not None:
-        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
-    return wide.eval()
 
 
 def can_widen(head: MedusaHead) -> bool:

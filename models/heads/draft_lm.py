@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import with_layers
+from drafthead.models.base.layers import drafting_layers, with_layers
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.node_cache import LMSession
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.targets import DraftTargets
-from drafthead.models.kernels.fused import fresh_copy, fuse_modules
-from drafthead.models.kernels.linear import prepack_linears
+from drafthead.models.kernels.fused import fresh_copy
 from drafthead.settings.schema import settings
 
 
@@ -68,11 +67,7 @@ class DraftLM(DraftHead):
         self._sources = config.from_layers or spread_sources(base, config.num_layers)
         check_sources(base, self._sources)
         stock, settings = base.model.model.layers, base.model_config
-        try:
-            self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
-        except AttributeError:  # Bamba's layers get their type from the decoder
-            what = f"the layers of {settings.model_type} cannot be built one by one, as a draft LM needs"
-            raise UserError(f"{what}; choose another head") from None
+        self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         if config.intermediate_size is not None:
             for layer in self.layers:
                 resize_mlp(getattr(layer, "mlp", None), config.intermediate_size)
@@ -86,9 +81,7 @@ class DraftLM(DraftHead):
     def inference_trunk(self) -> BaseModel:
         if not self.base.prepacked:
             return self._trunk
-        layers = deepcopy(self.layers).requires_grad_(False)
-        fuse_modules(layers, self.config.inference_dtype(self.base))
-        prepack_linears(layers, self.config.inference_dtype(self.base))
+        layers = drafting_layers(self.base, self.layers, self.config.inference_dtype(self.base))
         return with_layers(self.base, layers, self.norm, torch.float32, self._sources)
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:

@@ -26,25 +26,19 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafthead.data.batch import BaseHidden, HiddenStates, TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import last_valid, map_active, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
 from drafthead.models.heads.parts.copying_start import start_copying
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftPositions, States
-from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
-from drafthead.models.heads.parts.targets import DraftTargets, has_next
+from drafthead.models.heads.parts.draft_head import Attend
+from drafthead.models.heads.parts.pair_head import START_SIZE, DraftingLayers, PairHead, PairHeadConfig, PairSession
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.heads.parts.windows import WindowConfig
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 from drafthead.settings.schema import Positive, PositiveFloat, settings
-from drafthead.system.devices import on_device
-
-START_SIZE = 0.3
-"""Size of an untrained head's logits, in that of the base's. They predict the token that the head reads, and not the
-one after it. With the base's certainty, training spends its first 30 steps on unlearning that."""
 
 
 class EagleLayer(HeadDecoderLayer):
@@ -68,13 +62,9 @@ class EagleLayer(HeadDecoderLayer):
 
 
 @settings(kw_only=True)
-class Eagle3Config(WindowConfig):
+class Eagle3Config(PairHeadConfig, WindowConfig):
     """Settings of :class:`Eagle3Head`."""
 
-    num_draft_tokens: DraftPositions = 7
-    ttt_steps: int = 7
-    """Steps of the training-time test: the number of draft positions that are trained. At most ``num_draft_tokens``.
-    Deeper drafts read the layer's own output more often than in training."""
     layers: list[int] | None = None
     """Layers of the base whose outputs form the feature; 1 is the first. With null, 2, L // 2 and L - 3 of L layers, as
     published. An empty list uses the final hidden state instead, as in EAGLE-1."""
@@ -90,10 +80,6 @@ class Eagle3Config(WindowConfig):
     """Add the layer's output to the normalised feature, as some checkpoints do."""
     qk_norm: bool = False
     """Normalise queries and keys of each attention head before rotation, as Qwen3 does."""
-    norm_output: bool = False
-    """Let the next step read the layer's output after the final norm, as in later checkpoints. With false, it reads the
-    output before the norm, as published."""
-
     rope_theta: PositiveFloat | None = None
     """Theta of the layer's own rotary embedding, without scaling, as many published heads have it. With null, the
     layer rotates as the base does."""
@@ -110,7 +96,8 @@ class Eagle3Config(WindowConfig):
     unused id of the base's tokenizer."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        WindowConfig.__post_init__(self)
+        PairHeadConfig.__post_init__(self)
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
         if self.parallel and self.norm_output:
@@ -124,13 +111,6 @@ class Eagle3Config(WindowConfig):
                 "head.parallel" if self.parallel else f"head.layers={self.layers}, which names fewer than two layers"
             )
             raise ValueError(f"head.starts_copying cannot be combined with {other}; leave one out")
-        if not 1 <= self.ttt_steps <= self.num_draft_tokens:
-            what = f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}]"
-            raise ValueError(f"{what}, got {self.ttt_steps}")
-
-    @property
-    def trained_positions(self) -> int:
-        return self.ttt_steps
 
     @property
     def attention_layers(self) -> int:
@@ -141,11 +121,10 @@ class Eagle3Config(WindowConfig):
         return (0, *layers[1:]) if self.starts_copying else layers
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(PairHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""
 
     config: Eagle3Config
-    attends = True
 
     def __init__(self, config: Eagle3Config, base: BaseParts, d2t: Tensor | None) -> None:
         if config.parallel and config.mask_token is None:
@@ -191,12 +170,8 @@ class Eagle3Head(DraftHead):
     def projection(self, k: int) -> LMHead:
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
-    def _layer_states(self, base_hidden: HiddenStates) -> Tensor:
-        """Return the inputs of ``fuse``, [..., layers * D]."""
-        return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
-
     def fuse(self, states: Tensor) -> Tensor:
-        """Map the base's concatenated states to the feature ``f_t``: [..., layers * D] -> [..., D]."""
+        states = states.to(reads_in(self.fc))
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -219,21 +194,20 @@ class Eagle3Head(DraftHead):
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         return [cast(HeadDecoderLayer, layer) for layer in (self.midlayer, *self.layers.values())]
 
-    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
-        out = attend(torch.cat([self.embed(tokens), states[0]], -1))
-        normed: Tensor = self.norm(out)
-        return normed, (normed if self.config.norm_output else out,)
+    def start(self, context: AnchorContext, pairs: Tensor) -> Attend:
+        return context.start(self.midlayer, pairs)
+
+    def drafting_layers(self) -> DraftingLayers:
+        count, weight = self.config.num_layers, self.fc.weight
+        shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device, count)
+        return DraftingLayers(self.inference().decoder_layers, shape, self.config.windows)
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        steps = len(draft_targets.valid)
-        # The last token of a document has no next token, and its states may be NaN.
-        states = torch.where(has_next(batch.document_ids)[..., None], self._layer_states(base_hidden), 0.0)
-        feature, context = self.fuse(states), AnchorContext(batch, draft_targets)
-        pairs = torch.cat([self.embed(batch.input_ids.roll(-1)), feature], -1)
         if not self.config.parallel:
-            step = context.start(self.midlayer, pairs)
-            return self.unroll(context.at_anchors(feature), batch, draft_targets, step)
-        slots: Tensor = self.norm(self._at_once(context, pairs, steps))
+            return super().hidden_at_positions(batch, base_hidden, draft_targets)
+        pairs = self.context_pairs(batch, base_hidden)[1]
+        context = AnchorContext(batch, draft_targets)
+        slots: Tensor = self.norm(self._at_once(context, pairs, len(draft_targets.valid)))
         return slots.transpose(0, 1)
 
     # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which
@@ -251,7 +225,8 @@ class Eagle3Head(DraftHead):
         offsets, order = torch.arange(1, steps, device=anchors.device), causal_mask(steps - 1, anchors.device)
         for layer in self.decoder_layers:
             query, key, value = layer.states(pairs, context.positions)
-            pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.masks(layer)[0]))
+            mask = context.masks(layer.self_attn.window)[0]
+            pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, mask))
             if steps > 1:
                 masked = context.read_block(layer, masked, key, value, offsets, order)
         first = context.at_anchors(pairs)[:, None]
@@ -265,55 +240,10 @@ def published_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(0, count - 3)
 
 
-class EagleContext(LayerCache):
-    """Keys and values of layers that read each token's embedding together with the feature of the token before."""
-
-    def __init__(self, head: Eagle3Head, rows: int) -> None:
-        self._head, weight = head.inference(), head.fc.weight
-        shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
-        super().__init__(self._head.decoder_layers, shape, rows, windows=head.config.windows)
-        self.feature = weight.new_zeros(rows, head.base.hidden_size)
-        """[B, D] feature of the last token that the base has read; zeros in an empty row. The head reads it with the
-        embedding of the tree's root."""
-        self._is_empty = [True] * rows
-
-    def commit(self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden, nodes: Tensor | None = None) -> None:
-        head = self._head
-        assert base_hidden is not None
-        fused = map_active(lambda states: head.fuse(head._layer_states(states)), base_hidden, counts)
-        before = torch.cat([self.feature[:, None], fused[:, :-1]], 1)
-        pairs = torch.cat([head.embed(tokens), before], -1)
-        # A prompt's first token has no feature before it, so its pair is left out.
-        skipped = [int(empty and count > 0) for empty, count in zip(self._is_empty, counts, strict=True)]
-        if any(skipped):
-            index = on_device(skipped, pairs.device)[:, None] + torch.arange(pairs.shape[1], device=pairs.device)
-            index = index.clamp(max=pairs.shape[1] - 1)
-            pairs = pairs.gather(1, index[..., None].expand(-1, -1, pairs.shape[2]))
-        self.append(pairs, [count - skip for count, skip in zip(counts, skipped, strict=True)])
-        self.feature = last_valid(fused, counts, self.feature)
-        self._is_empty = [empty and not count for empty, count in zip(self._is_empty, counts, strict=True)]
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
-        self.feature, self._is_empty = take_rows(self.feature, rows), [self._is_empty[row] for row in rows]
-
-    def rollback(self, lengths: list[int]) -> None:
-        super().rollback(lengths)
-        self._is_empty = [length == 0 for length in lengths]
-
-
-class EagleSession(HeadSession):
+class EagleSession(PairSession):
     """A session of an EAGLE-3 head."""
 
     inference_head: Eagle3Head
-    context: EagleContext
-
-    def __init__(self, head: Eagle3Head, rows: int) -> None:
-        self.context = EagleContext(head, rows)
-        super().__init__(head, rows, self.context)
-
-    def draft_hidden(self) -> Tensor:
-        return self.context.feature
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.errors import UserError
-from drafthead.models.kernels.packed import MAX_SCORES, PackedMask
+from drafthead.models.kernels.packed import MAX_SCORES, OwnMask, PackedMask
 from drafthead.models.kernels.private_apis import other_base
 
 NAME = "drafthead"
@@ -62,7 +62,7 @@ def grouped_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PackedMask | None,
+    attention_mask: Tensor | OwnMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
@@ -77,7 +77,7 @@ def grouped_sdpa(
         query: [B, H, T, E].
         key: [B, G, S, E].
         value: [B, G, S, F].
-        attention_mask: additive or bool, [B or 1, 1, T, S], or a mask of packed rows. None: causal attention if T = S,
+        attention_mask: additive or bool, [B or 1, 1, T, S], or a mask of our own. None: causal attention if T = S,
             and all keys seen if T = 1.
         dropout: probability of dropping an attention weight.
         scaling: factor that multiplies the scores; None: 1 / sqrt(E).
@@ -96,6 +96,12 @@ def grouped_sdpa(
     options = Options(dropout, scaling, s_aux, softcap)
     if isinstance(attention_mask, PackedMask):
         return packed_attention(query, key, value, attention_mask, options).transpose(1, 2), None
+    if isinstance(attention_mask, OwnMask):
+        if sinks_or_caps := [name for name in ("sinks", "softcap") if getattr(options, name) is not None]:
+            what = f"a head cannot train a layer whose attention has {sinks_or_caps[0]}"
+            raise UserError(f"{what}; choose a head with layers of its own (eagle3, dspark)")
+        # AFMoE takes a view of the result.
+        return attention_mask.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
     return _attend(query, key, value, attention_mask, options).transpose(1, 2), None
 
 

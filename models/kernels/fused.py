@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafthead.errors import UserError
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.linear import KernelTable, PrepackedLinear, can_prepack, joined_linear
 from drafthead.models.kernels.private_apis import CACHE, is_gemma_norm, stock_part
@@ -149,9 +150,13 @@ def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None
     ``layer_idx`` is its index in a cache. The config chooses the kind of layer, such as sliding-window attention, by
     the index ``source`` of ``layer`` in the base."""
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
-    with torch.device(device):
-        stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)
-    copy_weights(layer, stock)
+    try:
+        with torch.device(device):
+            stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)
+        copy_weights(layer, stock)
+    except AttributeError:  # Bamba's layers get their type from the decoder
+        what = f"the layers of {config.model_type} cannot be built one by one, as this head needs"
+        raise UserError(f"{what}; choose another head") from None
     module: Any
     for module in stock.modules():
         if hasattr(module, "layer_idx"):
@@ -177,8 +182,8 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
         weight = source._weight / source._weight.shape[0] ** 0.5
         stock.weight.copy_(weight - 1 if is_gemma_norm(stock) else weight)
     else:
-        for name, parameter in source.named_parameters(recurse=False):
-            getattr(stock, name).copy_(parameter)
+        for name, tensor in (*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)):
+            getattr(stock, name).copy_(tensor)
         for name, child in source.named_children():
             copy_weights(child, getattr(stock, name))
 

@@ -49,12 +49,21 @@ class Span:
         return self.seen[:, None] & (keys > (self.last[:, None] + offsets - window)[..., None])
 
 
-class PackedMask(BlockMask):
-    """The keys that each query of packed rows sees, as ranges. It is a block mask because transformers gives block
-    masks to the attention unchanged. Our attention reads the fields below instead of blocks."""
+class OwnMask(BlockMask):
+    """A mask that only our attention can read. It is a block mask because transformers gives block masks to the
+    attention unchanged. Subclasses have a ``shape`` of four sizes, and no blocks."""
 
     ndim = 4
     __repr__ = object.__repr__
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Return the attention [B, H, T, F] of queries [B, H, T, E] over keys [B, G, S, E] and values [B, G, S, F].
+        ``scaling`` multiplies the scores; None: 1 / sqrt(E)."""
+        raise NotImplementedError
+
+
+class PackedMask(OwnMask):
+    """The keys that each query of packed rows sees, as ranges. ``packed_attention`` reads them."""
 
     def __init__(
         self, first: Tensor, last: Tensor, starts: Tensor, rows: int, device: torch.device, window: int | None = None

@@ -28,7 +28,7 @@ from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import packed_attention
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack
-from drafthead.models.kernels.packed import PackedMask
+from drafthead.models.kernels.packed import OwnMask, PackedMask
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 """Runs a layer in drafting. Maps inputs [B, T, I], positions [B, T], an additive mask (None: every query sees all keys)
@@ -288,9 +288,9 @@ class AnchorContext:
         self._masks: dict[int | None, tuple[PackedMask, PackedMask]] = {}
         self.positions = batch.position_ids.reshape(1, -1)  # [1, N] int64
 
-    def masks(self, layer: HeadDecoderLayer) -> tuple[PackedMask, PackedMask]:
-        """Return the keys that each token of the context sees in ``layer``, and those that each anchor sees."""
-        window = layer.self_attn.window
+    def masks(self, window: int | None) -> tuple[PackedMask, PackedMask]:
+        """Return the keys that each token of the context sees in layers with this ``window``, and those that each
+        anchor sees."""
         if window not in self._masks:
             both = self._mask, self._seen
             self._masks[window] = (
@@ -308,19 +308,36 @@ class AnchorContext:
         [A, I] -> [A, D]. Position 0 stands in the context, so its queries, keys and values are those of the context.
         The inputs of the first call are only read by the residual connection."""
         query, key, value = layer.states(inputs.flatten(0, 1)[None], self.positions)
-        query = query[:, :, self.anchors]
+        query, window = query[:, :, self.anchors], layer.self_attn.window
         block: list[tuple[Tensor, Tensor]] = []
         steps = count()
 
         def step(x: Tensor) -> Tensor:
             if not (n := next(steps)):
-                return layer.add_mlp(x[None], layer.self_attn.output(query, key, value, self.masks(layer)[1]))[0]
+                return layer.add_mlp(x[None], layer.self_attn.output(query, key, value, self.masks(window)[1]))[0]
             new_query, *new = layer.states(x[None], self.positions[:, self.anchors] + n)
             block.append((new[0], new[1]))
             keys, values = (torch.stack(states, 3) for states in zip(*block, strict=True))
             offset = torch.full((1,), n, device=x.device)
-            attended = self._attend_blocks(layer, offset, new_query[:, :, :, None], key, value, keys, values)
-            return layer.add_mlp(x[None], attended)[0]
+            attended = self.attend_blocks(window, offset, new_query[:, :, :, None], key, value, keys, values)
+            return layer.add_mlp(x[None], layer.self_attn.join(attended))[0]
+
+        return step
+
+    def start_stock(
+        self, layers: Callable[[Tensor, Tensor, Any, Any], Tensor], inputs: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Run transformers' own ``layers`` over the context's ``inputs`` [B, T, I], and return ``attend`` as ``start``
+        does. They compute keys and values themselves, of any kind, so the context is one more input of each pass."""
+        cache, steps = _GrowingStates(), count()
+        mask = self.masks(None)[0]
+        first = self.at_anchors(layers(inputs.flatten(0, 1)[None], self.positions, mask, cache))
+
+        def step(x: Tensor) -> Tensor:
+            if not (n := next(steps)) or not len(x):  # stock layers cannot read 0 tokens
+                return first
+            offset = torch.full((1,), n, device=x.device)
+            return layers(x[None], self.positions[:, self.anchors] + n, AnchorMask(self, offset), cache)[0]
 
         return step
 
@@ -338,11 +355,13 @@ class AnchorContext:
         """
         positions = (self.positions[0, self.anchors, None] + offsets).reshape(1, -1)
         query, keys, values = (torch.unflatten(s, 2, (-1, len(seen))) for s in layer.states(x, positions))
-        return layer.add_mlp(x, self._attend_blocks(layer, offsets, query, key, value, keys, values, seen))
+        window = layer.self_attn.window
+        attended = self.attend_blocks(window, offsets, query, key, value, keys, values, seen)
+        return layer.add_mlp(x, layer.self_attn.join(attended))
 
-    def _attend_blocks(
+    def attend_blocks(
         self,
-        layer: HeadDecoderLayer,
+        window: int | None,
         offsets: Tensor,
         query: Tensor,
         key: Tensor,
@@ -351,18 +370,57 @@ class AnchorContext:
         values: Tensor,
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Return ``attend_block`` for queries [1, H, A, P, E] of all anchors, with the output projection: [1, A P, D].
-        The backward pass recomputes the scores; stored ones would take P numbers for each layer, anchor, key and
-        attention head."""
-        attended = [query[0][:, :0]]  # without anchors there is no span
-        window = layer.self_attn.window
-        for span in self.masks(layer)[1].spans(query.shape[1] * query.shape[3]):
+        """Return ``attend_block`` for queries [1, H, A, P, E] of all anchors, in a layer with this ``window``:
+        [1, H, A P, F]. The backward pass recomputes the scores; stored ones would take P numbers for each layer,
+        anchor, key and attention head."""
+        attended = [query.new_zeros(query.shape[1], 0, query.shape[3], value.shape[-1])]  # without anchors: no span
+        for span in self.masks(window)[1].spans(query.shape[1] * query.shape[3]):
             mask = span.seen if window is None else span.seen_within(window, offsets)
             context = (states[0][:, span.keys] for states in (key, value))
             blocks = (states[0][:, span.queries] for states in (keys, values))
             arguments = query[0][:, span.queries], *context, mask, *blocks, seen
             attended.append(checkpoint(attend_block, *arguments, use_reentrant=False))
-        return layer.self_attn.join(torch.cat(attended, 1).flatten(1, 2)[None])
+        return torch.cat(attended, 1).flatten(1, 2)[None]
+
+
+class AnchorMask(OwnMask):
+    """The mask of one draft position of every anchor, as ``AnchorContext.start`` shows it. The keys of a pass are those
+    of the N tokens of the context, followed by the A keys of each draft position so far."""
+
+    def __init__(self, context: AnchorContext, offset: Tensor) -> None:
+        """``offset`` [1] int64 is the distance of the draft position from its anchor."""
+        self._context, self._offset = context, offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, 1, len(self._context.anchors), self._context.positions.shape[1]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        tokens, anchors = self._context.positions.shape[1], len(self._context.anchors)
+        if scaling is not None:
+            query = query * (scaling * query.shape[-1] ** 0.5)
+        keys, values = (torch.unflatten(s[:, :, tokens:], 2, (-1, anchors)).transpose(2, 3) for s in (key, value))
+        states = query[:, :, :, None], key[:, :, :tokens], value[:, :, :tokens], keys, values
+        return self._context.attend_blocks(None, self._offset, *states)
+
+
+class _GrowingStates:
+    """A cache, as transformers' layers use it, that returns all states of earlier passes with gradients."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Tensor, ...]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: object = None) -> tuple[Tensor, ...]:
+        new, before = (key, value), self._states.get(layer_idx)
+        self._states[layer_idx] = new if before is None else tuple(map(_join, before, new))
+        return self._states[layer_idx]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._states[layer_idx][0].shape[2] if layer_idx in self._states else 0
+
+
+def _join(before: Tensor, new: Tensor) -> Tensor:
+    return torch.cat([before, new], 2)
 
 
 def attend_block(
@@ -386,7 +444,7 @@ def attend_block(
 
     Args:
         query: [H, S, P, E], P queries at each of S anchors; the result has this shape, too.
-        context_key, context_value: [G, T, E].
+        context_key, context_value: [G, T, E], and values may have another width F, as those of the result.
         mask: [S, T] or [S, P, T] bool: True for keys of the context that the anchors, or the queries, see.
         keys, values: [G, S, Q, E] of the Q draft positions of each anchor.
         seen: [P, Q] bool mask of a block's queries over its keys; None: every query sees all of them.
@@ -403,7 +461,7 @@ def attend_block(
         to_block = to_block.masked_fill(~seen, -torch.inf)
     scores = torch.cat([to_context, to_block], -1)
     weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(query.dtype)
-    out = (weights[..., :time].flatten(1, 3) @ context_value).view(*grouped, width)
+    out = (weights[..., :time].flatten(1, 3) @ context_value).view(*grouped, -1)
     out += torch.einsum("grspq,gsqe->grspe", weights[..., time:], values)
     return out.flatten(0, 1)
 

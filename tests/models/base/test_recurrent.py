@@ -24,6 +24,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.mtp import MtpConfig
 from drafthead.models.kernels.recurrence import TreeState, paths_to_inputs
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from support import cases, random_ids, randomised, refuses, row_of
@@ -293,6 +294,7 @@ def test_what_cannot_work_is_refused(script: Script) -> None:
     read(base, cache, random_ids(9))
     refuses("cannot go back from 9 to 4 positions: recurrent layers keep only their latest state", cache.crop, [4])
     refuses(r"layers \[0\] of qwen3_5_text are recurrent", DraftLMConfig(num_layers=1, from_layers=[0]).build, base)
+    refuses("the layers of bamba cannot be built one by one", MtpConfig().build, built("bamba")[0])
     refuses("whose state cannot go back", ModelDrafter(base).open(1).context.shared_cache, 1, 0)
     shape = script("base_shapes").SHAPES["lfm2"]
     fixed = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", graphs="always")

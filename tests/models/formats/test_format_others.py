@@ -259,7 +259,7 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     discovered = all_formats.__wrapped__()
     assert discovered["toy"].title == all_formats()["kangaroo"].title
-    assert set(discovered) == {"toy", *known} and len(known) == 13
+    assert set(discovered) == {"toy", *known} and len(known) == 14
 
 
 def test_look_ups() -> None:
