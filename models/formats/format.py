@@ -416,8 +416,8 @@ def with_full_vocabulary(head: DraftHead) -> DraftHead:
         raise UserError("vocabulary=full cannot extend an induction head; train with head.induction_rank=0")
     wide = replace(head.config, draft_vocab_size=None).build(head.base)
     wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
-    if head.tree is not None:
-        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
+    # Not head.tree_costs: with more ids, a draft takes longer.
+    wide.tree, wide.batch_trees, wide.confidence_threshold = head.tree, head.batch_trees, head.confidence_threshold
     return wide.eval()
 
 
