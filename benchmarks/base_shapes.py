@@ -89,7 +89,7 @@ NEMOTRON_H: dict[str, Any] = {
 RECURRENT = "falcon_mamba mamba recurrent_gemma".split()
 OF_EXPERTS = (
     "qwen2_moe qwen3_moe olmoe flex_olmo glm4_moe ernie4_5_moe hy_v3 laguna mellum minimax_m2 solar_open "
-    "deepseek_v4 jamba minimax"
+    "deepseek_v4 minimax"
 ).split()
 LATENT_EXPERTS = "deepseek_v2 deepseek_v3 glm4_moe_lite axk1".split()
 WITH_WINDOWS: dict[str, dict[str, Any]] = {
@@ -233,6 +233,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "falcon_h1": shape("falcon_h1", MAMBA2),
     "falcon_h1_norm": shape("falcon_h1", MAMBA2, mamba_rms_norm=True),
     "zamba2": shape("zamba2", MAMBA2, layers_block_type=["linear_attention", "hybrid"] * 2, mamba_ngroups=2),
+    "jamba": shape("jamba", EXPERTS, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
     "mamba2": shape("mamba2", num_heads=8, expand=2),
     "rwkv": shape("rwkv", attention_hidden_size=64),
     "xlstm": shape("xlstm", num_heads=4),
@@ -258,6 +259,7 @@ AFTER: dict[str, str] = {
     **{"nemotron": "Minitron-8B", "glm4v_moe": "GLM-4.5V", "qwen3_next": "Qwen3-Next-80B-A3B"},
     **{"lfm2": "LFM2-2.6B", "lfm2_moe": "LFM2-8B-A1B", "qwen3_5_text": "Qwen3.5-27B", "bamba": "Bamba-9B-v2"},
     **{"kimi_linear": "Kimi-Linear-48B-A3B", "granitemoehybrid": "granite-4.0-h-small", "falcon_h1": "Falcon-H1-34B"},
+    **{"jamba": "AI21-Jamba-Large-1.7 (398B)"},
     **{"nemotron_h": "Nemotron-H-56B"},
     **{"gpt_bigcode": "starcoder (15B)", "dots1": "dots.llm1 (142B)"},
 }

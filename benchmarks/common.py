@@ -78,7 +78,7 @@ def save_record(arguments: Namespace, benchmark: str, results: dict[str, Any]) -
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Print a table with a line per row; the keys of the first row are the columns."""
     console = Console(highlight=False)
-    console.width = max(console.width, 140)  # rich assumes 80 columns if the output is a pipe
+    console.width = max(console.width, 180)  # rich assumes 80 columns if the output is a pipe
     console.print(ResultTable.of(title, rows).console())
 
 

@@ -233,7 +233,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
     recurrent = recurrent_kinds(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} models have an encoder; choose a decoder-only base")
-    if getattr(config, "num_attention_heads", None) is None:
+    if getattr(config, "num_attention_heads", None) is None and not recurrent:
         raise UserError(f"{kind} models have no self-attention over a key/value cache; {other_base()}")
     if recurrent and not text_model.followed_modules(config, recurrent):
         what = f"layers of type {recurrent}, whose state drafthead cannot compute over a tree of drafts"

@@ -283,6 +283,8 @@ class BaseModel(BaseParts):
 
     def packed_masks(self, mask: PackedMask) -> Masks:
         """Return the decoder's mask argument for packed rows."""
+        if not any(self.cache_shape.layers):
+            return None
         masks = mask if self.windows is None else self.windows.packed(mask)
         if not self.dense_masks:
             return masks
@@ -311,6 +313,7 @@ class BaseModel(BaseParts):
         spec: HiddenStatesSpec,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
+        mask = mask if any(self.cache_shape.layers) else None  # without attention, it would hide padding
         options = {"position_ids": positions, "attention_mask": mask, CACHE: cache, "use_cache": True}
         if partial_forward is None:
             with capture_hidden_states(self.model, spec.layers) as states:

@@ -106,8 +106,8 @@ def measured_shape(base: Base) -> CacheShape:
         base.model.model(input_ids=one, position_ids=one * 0, use_cache=True, **{CACHE: cache})
         written = [shape_of(layer) for layer in cache.layers]
         states = [recurrent_shape_of(*pair) for pair in zip(cache.layers, base.model.model.layers, strict=False)]
-    if not any(written):
-        raise UserError(f"{config.model_type} writes no keys and values into its cache; {other_base()}")
+    if not any(written) and not any(states):
+        raise UserError(f"{config.model_type} writes nothing into its cache; {other_base()}")
     missing = [None] * (base.num_layers - len(written))
     shape: CacheShape = replace(base.cache_shape, layers=(*written, *missing))
     return replace(shape, states=(*states, *missing)) if any(states) else shape

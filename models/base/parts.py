@@ -58,9 +58,10 @@ class BaseParts:
         self.dtype, self.device = weight.dtype, weight.device
         self.rounding_dtype = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights."""
-        sizes = attention_sizes(settings)
-        layers = (KeyValueShape(sizes, sizes),) * self.num_layers
-        self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
+        attends = getattr(settings, "num_attention_heads", None) is not None
+        sizes = attention_sizes(settings) if attends else None
+        shape = sizes and KeyValueShape(sizes, sizes)
+        self.cache_shape = CacheShape(layers=(shape,) * self.num_layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)

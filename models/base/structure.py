@@ -28,6 +28,7 @@ OWN_NAMES = {
         {"model": "model", "layers": "layers", "norm": "final_layernorm"},
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), {"model": "model", "layers": "layers", "norm": "embedding_norm"}),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), {"model": "backbone", "layers": "layers", "norm": "norm_f"}),
     "nemotron_h": {"model": "model", "layers": "layers", "norm": "norm_f"},
 }
 """Model type -> {Llama's name of a module: the family's name}."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from drafthead.errors import UserError
 from drafthead.models.cache.layers import Layers, LayerShape, Pass, Row
-from drafthead.models.kernels.recurrence import Factors, NodeInputs, TreeState, advance, paths_to_inputs, take_nodes
-from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.models.kernels.recurrence import NodeInputs, TreeState, note, paths_to_inputs, take_nodes
+from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from drafthead.system.devices import on_device
 
 
@@ -89,7 +89,7 @@ class Pending:
         assert self.inputs is not None
         self.inputs = take_nodes(self.inputs, nodes_BN)
         if self.tree is not None and self.tree.factors is not None:
-            self.tree.factors = Factors(*(take_nodes(factor, nodes_BN) for factor in self.tree.factors))
+            self.tree.factors = type(self.tree.factors)(*(take_nodes(each, nodes_BN) for each in self.tree.factors))
 
 
 class RecurrentLayers(Layers):
@@ -151,11 +151,19 @@ class RecurrentLayers(Layers):
         """Return a layer's recurrent state; None before the first token, if the pass changes it at once."""
         state = self.memory[number].state
         assert self._coming is not None and state is not None
+        is_mamba1 = state.ndim == 3  # [B, C, K]; its function for texts gets no state from the layer
         if self._tree is None:
-            return state if any(row.length for row in self.rows) else None
+            if not any(row.length for row in self.rows):
+                return None
+            if is_mamba1:
+                causal = causal_mask(self._coming.new, state.device)[None]
+                note(TreeState(state, causal, None, self.shapes[number].step_limits))
+            return state
         pending = self._pending[number]
         factors = pending.tree.factors if self._coming.pending and pending.tree is not None else None
         pending.tree = TreeState(state, self._tree.ancestors, factors, self.shapes[number].step_limits)
+        if is_mamba1:
+            note(pending.tree)
         return pending.tree
 
     def set_state(self, number: int, new: Tensor) -> None:
@@ -192,7 +200,7 @@ class RecurrentLayers(Layers):
             memory.inputs.copy_(take_nodes(torch.cat([memory.inputs, pending.inputs], 2), latest[kept]))
             if memory.state is not None:
                 assert pending.tree is not None and pending.tree.factors is not None
-                advance(memory.state, pending.tree.factors, path, inside)
+                pending.tree.factors.advance(memory.state, path, inside)
 
     def crop(self, lengths: list[int]) -> None:
         self._tree = None

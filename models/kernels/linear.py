@@ -232,6 +232,8 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
     if type(module).__name__.endswith(("Router", "Gate")):
         return 0  # stay unpacked: some read the attribute `weight`, and none is large
     for name, child in list(module.named_children()):
+        if name == "dt_proj":
+            continue  # of Mamba-1, which reads the attribute `weight`
         if type(child) is nn.Linear and can_prepack(child.weight):
             setattr(module, name, inference_linear(child.weight, child.bias, dtype, table))
             replaced += 1

@@ -17,10 +17,14 @@ Layers of transformers call module-level functions, and ask a cache for their st
 functions of a family. A wrapper uses the tree only if it is handed a ``TreeState`` or ``NodeInputs``, which our cache
 returns; all other calls reach the stock function, or the kernels of a package that transformers has found.
 
+Mamba-1 has a decay per channel and state entry, so the matrix F would be as large as the states of all nodes, which are
+small. Its nodes keep their states.
+
 Shape legend: B rows, N new nodes, P pending nodes (the new ones are the last), H heads, K key width, E value width,
 C channels, W taps of a convolution, G 1 or K (a decay per head or per key channel).
 """
 
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import wraps
@@ -42,6 +46,33 @@ class Factors(NamedTuple):
     left: Tensor  # [B, H, P, ...] keys; in Mamba-2, whose states have values first, values
     right: Tensor  # [B, H, P, ...] the other
 
+    def advance(self, state: Tensor, path_BN: Tensor, inside: Tensor | None) -> None:
+        """Change ``state`` [B, H, ...] into that after each row's accepted path ``path_BN`` [B, N], in place.
+        ``inside`` [B, N] is false for nodes after a row's path; None: all are in it."""
+        gates, left, right = (take_nodes(factor, path_BN) for factor in self)
+        if inside is not None:
+            outside = ~inside[:, None, :, None]
+            gates, left = gates.masked_fill(outside, 0), left.masked_fill(outside, 0)
+        decays = gates.cumsum(2)
+        total = decays[:, :, -1:]
+        state.mul_(total.exp().transpose(2, 3))
+        state.add_((left * (total - decays).exp()).transpose(2, 3) @ right)
+
+
+class NodeStates(NamedTuple):
+    """What pending nodes of Mamba-1 keep."""
+
+    states: Tensor  # [B, C, P, K] after each node
+
+    def advance(self, state: Tensor, path_BN: Tensor, inside: Tensor | None) -> None:
+        """Change ``state`` [B, C, K] as ``Factors.advance`` does."""
+        before = state[:, :, None]
+        accepted = torch.cat([before, take_nodes(self.states, path_BN)], 2)
+        if inside is None:
+            state.copy_(accepted[:, :, -1])
+        else:
+            state.copy_(take_nodes(accepted, inside.sum(1, keepdim=True))[:, :, 0])
+
 
 @dataclass(eq=False)
 class TreeState:
@@ -49,7 +80,7 @@ class TreeState:
 
     state: Tensor  # [B, H, ...] float32, after the committed tokens
     ancestors: Tensor  # [B or 1, P, P] bool
-    factors: Factors | None  # of the pending nodes before the pass, then of all
+    factors: Factors | NodeStates | None  # of the pending nodes before the pass, then of all
     step_limits: tuple[float, float]
     """Limits of Mamba-2's time steps. transformers applies them when it reads a text, but not when it generates."""
 
@@ -59,6 +90,18 @@ class NodeInputs:
     """For each new node, the last inputs on its path, which a layer passes on to its convolution."""
 
     windows: Tensor  # [B, C, N, W]
+
+
+class _Noted(threading.local):
+    state: TreeState | None = None
+
+
+_NOTED = _Noted()
+
+
+def note(state: TreeState) -> None:
+    """Hand ``state`` to this thread's next call of Mamba-1's function for texts, which gets none from its layer."""
+    _NOTED.state = state
 
 
 def can_follow(module: ModuleType, kinds: Collection[str]) -> bool:
@@ -79,6 +122,10 @@ def follow_trees(module: ModuleType) -> None:
 def _wrapped(stock: Callable[..., Any], tree: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def function(*args: Any, **options: Any) -> Any:
+        if tree in (_mamba1, _mamba1_single):
+            noted, _NOTED.state = _NOTED.state, None
+            if noted is not None and tree is _mamba1:
+                return tree(*args, state=noted, **options)
         ours = any(isinstance(value, TreeState | NodeInputs) for value in (*args, *options.values()))
         return (tree if ours else stock)(*args, **options)
 
@@ -120,6 +167,7 @@ def _delta_rule(
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query, key = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (query, key))
     old = initial_state.factors
+    assert not isinstance(old, NodeStates)
     gates = gates if gates.ndim == 4 else gates[..., None]
     new = Factors(gates, key, value)
     out, initial_state.factors = _masked(
@@ -150,6 +198,7 @@ def _mamba2(
     keys, queries = (x.float().transpose(1, 2).repeat_interleave(repeats, 1) for x in (B, C))
     gates = (A.float() * steps).transpose(1, 2)[..., None]
     new = Factors(gates, keys, (inputs * steps[..., None]).transpose(1, 2))
+    assert not isinstance(tree.factors, NodeStates)
     old = None if tree.factors is None else Factors(tree.factors.gates, tree.factors.right, tree.factors.left)
     out, factors = _masked(queries, new, old, tree.state.transpose(2, 3), tree.ancestors)
     tree.factors = Factors(factors.gates, factors.right, factors.left)
@@ -186,7 +235,64 @@ def _mamba2_single(
     return out.to(hidden_states.dtype)
 
 
-STATES = (_delta_rule, _mamba2)
+def _mamba1(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    *,
+    state: TreeState,
+    **_options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return Mamba-1's outputs [B, C, N] and the state after the last node. ``hidden_states`` and ``dt`` are [B, C, N],
+    ``A`` [C, K], ``B`` and ``C`` [B, K, N]."""
+    steps = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+    steps = (F.softplus(steps) if delta_softplus else steps).float()
+    inputs, old, new = hidden_states.float(), state.factors, hidden_states.shape[2]
+    rows = torch.arange(len(inputs), device=inputs.device)
+    # The state before a node: number 0 is the committed one, the others are those of the nodes.
+    depths = state.ancestors.sum(-1)
+    above = state.ancestors & (depths[:, None] == depths[:, :, None] - 1)  # [B or 1, P, P] the parent
+    parents = torch.where(depths > 1, above.to(torch.int8).argmax(-1) + 1, 0).expand(len(inputs), -1)[:, -new:]
+    before = state.state[:, :, None]
+    known = before if old is None else torch.cat([before, old[0]], 2)
+    states = torch.cat([known, known.new_empty(*known.shape[:2], new, known.shape[3])], 2)
+    for node in range(new):
+        decay = (steps[:, :, node, None] * A.float()).exp()
+        added = (steps * inputs)[:, :, node, None] * B.float()[:, None, :, node]
+        states[:, :, node - new] = decay * states[rows, :, parents[:, node]] + added
+    state.factors = NodeStates(states[:, :, 1:])
+    out = torch.einsum("bcnk,bkn->bcn", states[:, :, -new:], C.float())
+    out = out if D is None else out + inputs * D[:, None]
+    out = out if z is None else out * F.silu(z)
+    return out.to(hidden_states.dtype), states[:, :, -1]
+
+
+def _mamba1_single(
+    state: TreeState,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **_options: Any,
+) -> Tensor:
+    """Return Mamba-1's output [B, C] for one token."""
+    hidden, step, left, right = (x[..., None] for x in (hidden_states, dt, B, C))
+    gate = None if z is None else z[..., None]
+    return _mamba1(hidden, step, A, left, right, D, gate, dt_bias, dt_softplus, state=state)[0][..., 0]
+
+
+STATES = (_delta_rule, _mamba2, _mamba1)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -195,6 +301,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba2_selective_state_update": _mamba2_single,
+    "mamba_selective_scan": _mamba1,
+    "mamba_selective_state_update": _mamba1_single,
 }
 """Names in the modules of transformers' families -> the same over a tree. Some handle whole texts, some one token."""
 
@@ -254,19 +362,6 @@ def take_nodes(values: Tensor, nodes_BN: Tensor) -> Tensor:
     """Return ``values`` [B, ..., P, ...] with nodes along dimension 2 at ``nodes_BN`` [B, N] of each row."""
     index = nodes_BN.view(len(nodes_BN), 1, -1, *[1] * (values.ndim - 3))
     return values.gather(2, index.expand(-1, values.shape[1], -1, *values.shape[3:]))
-
-
-def advance(state: Tensor, factors: Factors, path_BN: Tensor, inside: Tensor | None) -> None:
-    """Change ``state`` [B, H, ...] into that after each row's accepted path ``path_BN`` [B, N], in place. ``inside``
-    [B, N] is false for nodes after a row's path; None: all are in it."""
-    gates, left, right = (take_nodes(factor, path_BN) for factor in factors)
-    if inside is not None:
-        outside = ~inside[:, None, :, None]
-        gates, left = gates.masked_fill(outside, 0), left.masked_fill(outside, 0)
-    decays = gates.cumsum(2)
-    total = decays[:, :, -1:]
-    state.mul_(total.exp().transpose(2, 3))
-    state.add_((left * (total - decays).exp()).transpose(2, 3) @ right)
 
 
 def paths_to_inputs(ancestors: Tensor, depths: Tensor, new: int, taps: int) -> Tensor:

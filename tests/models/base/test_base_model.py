@@ -94,7 +94,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": 
 
 @cases(
     "model_type, settings, says",
-    ("mamba", {}, "mamba models have no self-attention"),
+    ("rwkv", {}, "rwkv models have no self-attention"),
     ("minimax", {}, r"minimax models have layers of type \['linear_attention'\], whose state drafthead cannot compute"),
     ("t5", {}, "t5 models have an encoder"),
     ("deepseek_v4", {}, "deepseek_v4 models have layers of unknown type"),

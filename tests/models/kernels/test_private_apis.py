@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
     "transformers.core_model_loading.WeightRenaming": _TENSORS,
     "transformers.core_model_loading.dot_natural_key": _TENSORS,
     "transformers.core_model_loading.rename_source_key": _TENSORS,
+    "transformers.core_model_loading.revert_weight_conversion": "required: MTP layers are not written back",
     "transformers.modeling_outputs.CausalLMOutputWithPast": _CHECKPOINTS,
     "transformers.utils.cached_file": "required: the config in a GGUF file cannot be read",
     "transformers.utils.logging": "required: no base can be loaded",
