@@ -37,11 +37,34 @@ class Fates:
     likelihoods: Floats  # [n, S] the drafter's probabilities
     accepted: npt.NDArray[np.int64]  # [n] the accepted candidate; S: none
     depths: npt.NDArray[np.int64]  # [n] from 1
+    starts: npt.NDArray[np.int64]  # [n, 2] answer (from 0, of those with steps) and position of the step that drafts
 
     @property
     def labels(self) -> Floats:  # [n, S]
         labels: Floats = (self.accepted[:, None] == np.arange(self.likelihoods.shape[1])).astype(np.float64)
         return labels
+
+    @property
+    def chains(self) -> dict[tuple[int, int], int]:
+        """Number of accepted drafts by start, if a step drafted the likeliest chain."""
+        lengths: dict[tuple[int, int], int] = {}
+        for (answer, t), fate, depth in zip(self.starts.tolist(), self.accepted, self.depths, strict=True):
+            lengths.setdefault((answer, t), 0)
+            if fate == 0 and lengths[answer, t] == depth - 1:
+                lengths[answer, t] = int(depth)
+        return lengths
+
+    def of_steps(self, others: "Fates | None") -> "Fates":
+        """Return the fates that decoding would meet, if every step accepted the longest chain of this drafter and of
+        ``others``. Inside a long copy, drafts are right at every position, but few steps start there."""
+        chains = [each.chains for each in (self, others) if each is not None]
+        met, ends = set[tuple[int, int]](), dict[int, int]()
+        for answer, t in sorted({start for each in chains for start in each}):
+            if t >= ends.get(answer, 0):
+                met.add((answer, t))
+                ends[answer] = t + 1 + max(each.get((answer, t), 0) for each in chains)
+        kept = np.array([tuple(start) in met for start in self.starts.tolist()])
+        return Fates(self.likelihoods[kept], self.accepted[kept], self.depths[kept], self.starts[kept])
 
 
 @torch.inference_mode()
@@ -51,20 +74,22 @@ def candidate_fates(
     """Return the fates of a drafter's ``width`` likeliest candidates at all positions of ``texts``, the base's own
     answers under ``sampler``; None if it drafts nothing. Drafters without distributions, such as prompt lookup, have
     one candidate."""
-    likelihoods, accepted, depths = [], [], []
+    likelihoods, accepted, depths, starts, first = [], [], [], [], 0
     follow = _candidates if isinstance(drafter, StepwiseDrafter) else _copies
     for batch, base_hidden in batches(base, drafter, texts, sampler, ROWS):
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
-            for chances, fate, depth in follow(drafter, session, last, [batch[row] for row in rows], t, width):
+            for n, chances, fate, depth in follow(drafter, session, last, [batch[row] for row in rows], t, width):
                 likelihoods.append(chances)
                 accepted.append(fate)
                 depths.append(depth)
+                starts.append((first + rows[n], t))
+        first += len(batch)
     if not likelihoods:
         return None
-    return Fates(np.array(likelihoods), np.array(accepted), np.array(depths))
+    return Fates(np.array(likelihoods), np.array(accepted), np.array(depths), np.array(starts))
 
 
-Fate = tuple[list[float], int, int]  # likelihoods [S], the accepted candidate (S: none), the depth
+Fate = tuple[int, list[float], int, int]  # row, likelihoods [S], the accepted candidate (S: none), the depth
 
 
 def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: int, width: int) -> list[Fate]:
@@ -73,10 +98,11 @@ def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], 
     for k, logits in enumerate(forced_logits(session, last, texts, t, drafter.depth)):
         values, candidates = logits.topk(width, dim=-1)
         chances = (values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
-        for text, row, ids in zip(texts, chances, drafter.d2t.take(candidates).tolist(), strict=True):
+        rows = zip(texts, chances, drafter.d2t.take(candidates).tolist(), strict=True)
+        for n, (text, row, ids) in enumerate(rows):
             at = text.boundary + t + 1 + k
             if at < len(text.ids):
-                fates.append((row, ids.index(text.ids[at]) if text.ids[at] in ids else width, k + 1))
+                fates.append((n, row, ids.index(text.ids[at]) if text.ids[at] in ids else width, k + 1))
     return fates
 
 
@@ -90,7 +116,7 @@ def _copies(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: i
         ahead = len(text.ids) - text.boundary - t - 1  # drafts after the answer's end have no fate
         count = min(drafted[min(n, len(drafted) - 1)], ahead, counts[n] + 1)
         chances = proposal.likelihoods[n, 1 : count + 1].tolist()
-        fates += [([chance], int(k >= counts[n]), k + 1) for k, chance in enumerate(chances)]
+        fates += [(n, [chance], int(k >= counts[n]), k + 1) for k, chance in enumerate(chances)]
     return fates
 
 
@@ -121,7 +147,8 @@ def with_acceptance(
     base: BaseModel, head: Drafter, texts: Sequence[Answer], sampler: Sampler, costs: TreeCosts
 ) -> TreeCosts:
     """Return ``costs`` with the acceptance of drafts of ``head`` and of prompt lookup, fitted on ``texts``."""
-    fates = [candidate_fates(base, drafter, texts, sampler) for drafter in (head, PromptLookup())]
+    own, copies = (candidate_fates(base, drafter, texts, sampler) for drafter in (head, PromptLookup()))
+    fates = own, copies and copies.of_steps(own)
     acceptance, lookup = (AcceptanceModel() if each is None else fit_acceptance(each) for each in fates)
     return replace(costs, acceptance=acceptance, lookup=lookup)
 

@@ -34,7 +34,7 @@ def drawn(model: AcceptanceModel, count: int, seed: int) -> Fates:
     probs = np.stack([model.probs(q, depth) for q, depth in zip(likelihoods, depths, strict=True)])
     probs /= np.maximum(1.0, probs.sum(1, keepdims=True))
     accepted = (generator.random(count)[:, None] > probs.cumsum(1)).sum(1)
-    return Fates(likelihoods, accepted, depths)
+    return Fates(likelihoods, accepted, depths, np.zeros((count, 2), np.int64))
 
 
 def test_a_known_model_is_found_again() -> None:
@@ -75,3 +75,8 @@ def test_copies_count_up_to_the_first_rejection(tiny_base: TinyBase) -> None:
         *[(1, True), (2, False), (1, False), (1, True), (1, True)]
     ]
     assert candidate_fates(base, lookup, [Answer.of([1, 2, 3, 4, 5], 3)], Sampler(temperature=100.0)) is None
+    assert fates.starts.tolist() == [[0, t] for t in (0, 0, 1, 3, 4)]
+    # A step from 0 accepts one draft and ends before 2; one from 3 accepts a draft, so none starts at 4.
+    assert fates.of_steps(None).starts.tolist() == [[0, t] for t in (0, 0, 3)]
+    longer = Fates(np.ones((3, 1)), np.zeros(3, np.int64), np.arange(1, 4), np.zeros((3, 2), np.int64))
+    assert fates.of_steps(longer).starts.tolist() == [[0, t] for t in (0, 0, 4)]
