@@ -20,7 +20,7 @@ from drafthead.models.decoding.cost_tree import Pace, best_count
 KEPT = 32  # latest times of steps with one number of tokens
 PROBES = (1.0, 0.0, 0.5)
 """Shares of the drafts with which the first steps are tried in turn, until there are times of ``PROBED`` steps."""
-PROBED = 24
+PROBED = 9
 PAUSE = 32  # steps without drafts after drafting did not pay, before it is tried again
 SMOOTHING = 0.1  # weight of the latest step in the mean gain
 MEMORY = 4096.0  # latest tokens of plain decoding whose speedup decides the price of time
