@@ -33,6 +33,7 @@ from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import MOST_CONTEXT, Format, cpu_memory, dtype_name, unsupported_adapter
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
 from drafthead.models.heads.dspark import DSparkHead
+from drafthead.models.heads.mtp import MtpHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
     from drafthead.eval.engines.clients import EngineServer
 
 READS = {  # formats that each engine loads; the first that supports the head is used
-    "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),
+    "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark", "mtp"),
     "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
 PROPOSER = "proposer"  # drafthead's own code, instead of a format
+MTP = "mtp"  # the method of a head in the checkpoint of its base
 OWN_METHODS = ("ngram", "suffix")  # of vLLM, without a head
 PLAIN = "_plain"  # ends the name of an engine's method without the head
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs")  # no CUDA graphs; one request at a time, like our loop
@@ -114,7 +116,8 @@ def publish(head: DraftHead, target: Format | None, own: EngineConfig, folder: P
     served = folder / "served"
     if target is not None:
         shutil.rmtree(served / target.name, ignore_errors=True)
-        target.export(target.fitted(head), served / target.name, torch.float32)
+        dtype = None if target.name == MTP else torch.float32  # None: that of the base's checkpoint
+        target.export(target.fitted(head), served / target.name, dtype)
     if target is None or own.compare:
         shutil.rmtree(served / PROPOSER, ignore_errors=True)
         head.save_pretrained(served / PROPOSER)
@@ -145,6 +148,8 @@ def method_of(target: Format, head: DraftHead) -> str:
     """Return the name by which engines call the drafting method of ``head``, exported in the format ``target``."""
     if isinstance(head, DSparkHead):  # without a Markov head it is DFlash
         return "dspark" if head.config.markov_rank else "dflash"
+    if isinstance(head, MtpHead):
+        return MTP
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
 
@@ -269,7 +274,8 @@ class EngineStart:
 
     def _vllm(self, port: int, variant: str) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
-        folder = self.base.config.folder()
+        in_base = self.method == MTP and not variant
+        folder = str(self.published) if in_base else self.base.config.folder()
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype_name(self.base)]
         arguments += [*VLLM_OPTIONS, str(self.requests)]
         arguments += ["--no-enable-prefix-caching", "--seed", "0"]
@@ -287,7 +293,8 @@ class EngineStart:
             added, of_proposer = proposer_arguments(str(self.head.resolve()), self.drafts_of(variant), **more)
             arguments, variables = arguments + added, variables | of_proposer
         elif variant != PLAIN:
-            spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
+            named = {} if in_base else {"model": str(self.published)}
+            spoken = {"method": self.method, **named, "num_speculative_tokens": self.drafts}
             arguments += ["--speculative-config", json.dumps(spoken)]
         return vllm_python(self.own.python), arguments, variables
 

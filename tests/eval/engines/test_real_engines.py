@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mtp_checkpoint import checkpoint
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
@@ -26,9 +27,10 @@ from drafthead.data.states.stored import StoredStates
 from drafthead.data.text.documents import Documents
 from drafthead.engines.environment import environment
 from drafthead.engines.server import counters
-from drafthead.eval.config import EvalConfig
+from drafthead.eval.config import EvalConfig, SuiteConfig
 from drafthead.eval.engines.served import free_port
 from drafthead.eval.evaluate import evaluate
+from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.files.local import read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
@@ -36,6 +38,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.mtp import MtpConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_parts
 from drafthead.train.corpora.corpora import Corpora
@@ -144,6 +147,20 @@ def test_a_head_is_served_as_it_was_trained(tmp_path: Path, case: str) -> None:
     assert row["failures"] == []
     assert row["texts"]["compared_with"] == "its own without drafts"
     assert row["tokens_per_second"]["plain"] > 0
+
+
+def test_an_mtp_layer_is_served_in_the_checkpoint_of_its_base(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    """vLLM feeds GLM-4.5's layer its output before the last norm."""
+    require("vllm")
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 320}
+    glm = checkpoint(script("base_shapes").SHAPES["glm4_moe"] | sizes, tmp_path / "base")
+    config = EvalConfig(suite="builtin", max_new_tokens=NEW + 1, stock_baseline=False, engines=["vllm"])
+    config.engine.start_timeout_s, config.engine.tolerance = 900.0, 0.1  # vLLM counts drafts behind an answer's end
+    texts = [answer.ids for answer in base_answers(glm, SuiteConfig(suite="builtin", max_new_tokens=NEW + 1))]
+    head = fitted(MtpConfig(norm_output=False).build(glm), rows_of(texts), 150, lr=5e-3)
+    row: dict[str, Any] = evaluate(glm, head, config, tmp_path, Said())["engines"]["vllm"]
+    assert row["format"] == "mtp" and row["acceptance"]["ours"]["mean_accepted_length"] > 3
+    assert row["texts"]["same"] == row["texts"]["same_as_ours"] == len(texts) and row["failures"] == []
 
 
 def test_two_requests_at_once_by_the_command(tmp_path: Path, request: pytest.FixtureRequest) -> None:
