@@ -60,7 +60,7 @@ class Factors(NamedTuple):
 
 
 class NodeStates(NamedTuple):
-    """What pending nodes of Mamba-1 keep."""
+    """States after pending nodes of Mamba-1, which keep no factors."""
 
     states: Tensor  # [B, C, P, K] after each node
 
