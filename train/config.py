@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import asdict, field
 from typing import Annotated, Any, Literal, get_args
 
 from hydra import compose, initialize_config_module
@@ -20,7 +20,8 @@ from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.files.hub import HubConfig
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.loading import parse_head
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.heads.parts.loading import parse_head, saved_head_config
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.windows import WindowConfig
 from drafthead.settings.compose import override, parse, schema
@@ -143,7 +144,8 @@ class RunConfig:
     because some export formats need the whole vocabulary."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
-    repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
+    repository. Settings and draft vocabulary are those of that head. Its base may be another one of equal sizes, such
+    as the model that ``base`` was fine-tuned from."""
     init_data: str | None = None
     """Folder (``data.folder``) of the corpus that the ``init_from`` head was trained on. Acceptance on its held-out
     answers is measured before and after training, because a head can forget when the new data are narrow."""
@@ -243,6 +245,10 @@ def parse_run(cfg: DictConfig) -> RunConfig:
             phase.store_hidden_states = phase.store_hidden_states or phase.corpus == "answers"
     if not run.data.has_own_prompts or run.eval.tasks:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
+    if run.init_from is not None and not run.trains_base:
+        _take_settings(run, run.init_from)
+    if not run.head:
+        raise UserError("no head is chosen; set init_from=HEAD (a folder or Hub repository), or head=NAME")
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
@@ -277,6 +283,16 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if context is not None and longest > context:
         raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.seq_len")
     return run
+
+
+def _take_settings(run: RunConfig, saved: str) -> None:
+    """Set ``run.head`` to the settings of the head that the run continues; reject another type of head."""
+    folder = resolve_folder(saved)
+    content = read_head_config(folder)
+    head_type, named = content["head_type"], run.head.get("head_type")
+    if named is not None and named != head_type:
+        raise UserError(f"init_from={saved} is a {head_type}, not a {named}; set head={head_type}")
+    run.head = {"head_type": head_type, **asdict(saved_head_config(folder, content))}
 
 
 def _check_base_training(run: RunConfig) -> None:

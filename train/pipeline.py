@@ -34,7 +34,7 @@ from drafthead.eval.trees.simulate import text_ranks
 from drafthead.eval.trees.stored_answers import stored_accept_probs
 from drafthead.eval.unloaded import ENGINE, evaluate_unloaded
 from drafthead.files.hub import push as push_to_hub
-from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
+from drafthead.files.local import claimed, read_json, read_json_lines, same_base, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER, BaseConfig
 from drafthead.models.base.base_model import BaseModel, restore_kernels
 from drafthead.models.base.layers import drop_views
@@ -43,6 +43,7 @@ from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import TreeCosts
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
@@ -192,7 +193,7 @@ class RunContext:
         config, original = self.run.head_config(), self.original
         base = original.parts if self.run.drops_layers else original.whole()  # sharded when the training begins
         if self.run.init_from is not None:
-            head = load_head(self.run.init_from, base)
+            head = load_head(self.run.init_from, base, any_base=True)
             head.tree = head.tree_costs = None
             return head
         size = config.draft_vocab_size
@@ -299,6 +300,9 @@ def train(context: RunContext) -> None:
         f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters"
     )
     if run.init_from is not None and launch.is_main:
+        trained_for = read_head_config(resolve_folder(run.init_from))["base"]
+        if not same_base(str(trained_for.get("fingerprint")), head.base.fingerprint):
+            context.display.line(f"   {run.init_from} was trained for another base: {trained_for.get('name')}")
         _measure_continued(context, head.eval(), "before")
     Trainer(run, head, corpora, context.folder, launch, tracker).train()
     del head

@@ -34,10 +34,6 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
             )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
-    if run.init_from is not None:
-        head_type, expected = read_head_config(resolve_folder(run.init_from))["head_type"], run.head_config().head_type
-        if head_type != expected:
-            raise UserError(f"init_from={run.init_from} is a {head_type}, not a {expected}; set head={head_type}")
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
         raise UserError(f"init_data={run.init_data} has no folder 'answers'; name the data.folder of an earlier run")
     answers = run.data.answers

@@ -65,6 +65,8 @@ def check_settings(path: Path, run: RunConfig) -> None:
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config()), HOLDS: False})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):
+        if run.init_from is not None and key.startswith("head."):
+            continue  # all of these are settings of that head
         old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))
         # Python's 0 equals False, but as settings they differ.
         if is_trained and (old != new or isinstance(old, bool) != isinstance(new, bool)):

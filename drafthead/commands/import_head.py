@@ -5,6 +5,7 @@ usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
 drafthead import from=user/eagle3-llama base=user/llama out=outputs/eagle3_llama/head 'config.layers=[2,16,29]'
 drafthead import from=/models/glm base=/models/glm out=outputs/glm_mtp/head  # the MTP layer in its checkpoint
+drafthead import from=outputs/medusa_smollm2/head base=/models/tuned out=outputs/tuned/head  # for a fine-tune
 drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
 
 formats: {formats}
@@ -23,7 +24,7 @@ from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import simulate_texts
-from drafthead.files.local import write_json
+from drafthead.files.local import same_base, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.parts import BaseParts
@@ -33,7 +34,8 @@ from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
+from drafthead.models.heads.parts.head_folder import read_head_config, read_trees, resolve_folder
+from drafthead.models.heads.parts.loading import load_head, saved_head_config
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
 from drafthead.system.display import Display
@@ -48,7 +50,8 @@ class ImportConfig:
     """Settings of ``drafthead import``."""
 
     from_: str
-    """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickle files are never loaded."""
+    """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickle files are never loaded. Or a
+    drafthead head of another base of equal sizes, such as the model that ``base`` was fine-tuned from."""
     out: str
     """Folder to write; it must be empty or not exist yet."""
     base: BaseConfig = field(default_factory=BaseConfig)
@@ -75,6 +78,9 @@ class ImportConfig:
 )
 def main(config: ImportConfig) -> None:
     folder, published_config = _open_published(config.from_, config.revision)
+    if set(OURS) <= set(published_config):
+        _attach_own(config, folder, Display())
+        return
     content = {**published_config, **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
     checkpoint = file_format.read(folder, config.config)
@@ -102,6 +108,29 @@ def main(config: ImportConfig) -> None:
         display.line(f"   mean accepted length {length:.3f} if {reading}")
     for note in [*checkpoint.notes, *_base_notes(checkpoint.config, base)]:
         display.line(f"   note: {note}")
+    display.line(f"written: {config.out}")
+
+
+def _attach_own(config: ImportConfig, folder: Path, display: Display) -> None:
+    """Write a drafthead head again, for another base of equal sizes. Its tree is kept."""
+    content = read_head_config(folder)
+    if config.config or config.format != "auto":
+        raise UserError(f"{folder} is a drafthead head, whose config is complete; leave out config.* and format")
+    needs_layers = saved_head_config(folder, content).needs_layers
+    with new_folder(Path(config.out)) as tmp_path:
+        with display.stage(f"base {config.base.name or 'random'}"):
+            load = BaseModel.load if needs_layers else BaseParts.of_checkpoint
+            base = load(config.base, progress=display.line)
+        if same_base(str(content["base"].get("fingerprint")), base.fingerprint):
+            what = f"{folder} is a drafthead head of this base already"
+            raise UserError(f"{what}; use it directly, as in `drafthead eval head={folder}`")
+        head = load_head(folder, base, any_base=True)
+        head.save_pretrained(tmp_path)
+    for label, text in _summary(head):
+        display.line(f"   {label:<18}{text}")
+    original = content["base"].get("name")
+    display.line(f"   note: it was trained for {original}; measure what it keeps of its acceptance on this base:")
+    display.line(f"   drafthead replay head={config.out} suite=FILE costs=false original_base={original}")
     display.line(f"written: {config.out}")
 
 
@@ -143,7 +172,7 @@ def _base_notes(content: dict[str, Any], base: BaseParts) -> Iterator[str]:
 
 
 def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a published head's folder (downloaded if it is on the Hub) and its config; reject drafthead heads."""
+    """Return a head's folder (downloaded if it is on the Hub) and its config."""
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
@@ -153,7 +182,4 @@ def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, 
         raise UserError(
             f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
         )
-    content = read_config(folder)
-    if set(OURS) <= set(content):
-        raise UserError(f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`")
-    return folder, content
+    return folder, read_config(folder)

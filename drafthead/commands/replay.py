@@ -7,6 +7,7 @@ drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl costs=false
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
 drafthead replay head=outputs/medusa_smollm2/head texts=outputs/corpora/smollm2 stored_states=true
 drafthead replay head=outputs/medusa_smollm2/head 'drafters=[prompt_lookup@6,head+prompt_lookup:4]'
+drafthead replay head=outputs/tuned/head suite=mine.jsonl costs=false original_base=HuggingFaceTB/SmolLM2-135M-Instruct
 
 The base's answers are generated with sampler.temperature only. For other samplers, give answers with texts=FILE.
 """
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
+from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.loops import is_degenerate
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
@@ -27,13 +29,14 @@ from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable, context_table
 from drafthead.eval.trees.acceptance_fit import calibration_error, calibration_rows, candidate_fates
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.eval.trees.finished_answers import base_answers, check_writable, read_texts, write_texts
-from drafthead.eval.trees.replay import cost_row, own_row, row_of, rows_of
+from drafthead.eval.trees.finished_answers import BATCH_SIZE, base_answers, check_writable, read_texts, write_texts
+from drafthead.eval.trees.replay import cost_row, length_ratio, own_row, row_of, rows_of
 from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
 from drafthead.eval.trees.stored_answers import stored_accept_probs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import check_ids
@@ -41,7 +44,9 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_parts_and_head
+from drafthead.models.heads.parts.loading import load_head, load_parts_and_head
+from drafthead.models.simulation.acceptance import simulate_acceptance
+from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display
 
@@ -86,6 +91,9 @@ class ReplayConfig(SuiteConfig):
     first and are never cut. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
     costs: bool = True
     """Measure the costs of a step, two minutes on a CPU, to predict speedups. With false, simulate acceptance only."""
+    original_base: str | None = None
+    """Base that a head was trained for before `drafthead import` attached it to a fine-tune. It answers the same
+    prompts, to show what the head keeps of its acceptance and so what adapting it can win back."""
     plot: str | None = None
     """PNG file for a figure of the mean accepted lengths."""
 
@@ -97,6 +105,8 @@ class ReplayConfig(SuiteConfig):
             raise ValueError(f"stored_states needs {other}; leave it out to load the base")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
             raise ValueError("sampler: replay generates answers with sampler.temperature only; else give texts=FILE")
+        if self.original_base is not None and (self.stored_states or not self._is_greedy):
+            raise ValueError("original_base needs greedy settings, without stored_states; leave one of them out")
         for spec in self.drafters:
             parse_drafter(spec)
 
@@ -140,6 +150,10 @@ def main(config: ReplayConfig) -> None:
     print_rows(rows, title, texts, config, display)
     if isinstance(head, DraftHead) and head.tree_costs is not None and config.draft_sampling == "top_k":
         print_calibration(base, head, texts, config, display)
+    if config.original_base is not None:
+        if not isinstance(head, DraftHead):
+            raise UserError(f"original_base needs a head that was trained, not {config.head}; leave it out")
+        print_kept(head, texts, config, display)
 
 
 def print_calibration(
@@ -154,6 +168,47 @@ def print_calibration(
         rows = [row for row in calibration_rows(model, fates) if row["rank"] < SHOWN_RANKS]
         display.console.print(ResultTable.of("acceptance of drafts whose parents were accepted", rows).console())
         display.line(f"calibration error of all candidates: {calibration_error(model, fates):.4f}")
+
+
+def print_kept(head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display) -> None:
+    """Print which share of its acceptance on its original base the head keeps on this one, for the same prompts."""
+    own, asked = head.base_model, list(enumerate(text.ids[: text.boundary] for text in texts))
+    with display.stage(f"the answers of its original base {config.original_base}"):
+        original = BaseModel.load(BaseConfig(name=config.original_base or "", dtype=own.config.dtype), own.device)
+        sampler = SamplerConfig(max_new_tokens=config.max_new_tokens, seed=config.seed)
+        longest = max(len(ids) for _, ids in asked)
+        answered = generate_answers(original, asked, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=longest)
+        there = {answer.prompt_number: answer for answer in answered}
+        before = load_head(config.head, original, any_base=True)
+    chosen = [n for n, text in enumerate(texts) if text.positions and n in there and there[n].positions]
+    length = max(config.chain)
+    if not chosen:
+        raise UserError("no answer of both bases has two tokens; raise max_new_tokens")
+    candidates = AcceptProbsConfig(width=1)
+    with display.stage(f"one pass over {len(chosen)} pairs of answers"):
+        pairs = [(head, own, [texts[n] for n in chosen]), (before, original, [there[n] for n in chosen])]
+        here, originally = (
+            simulate_acceptance(
+                text_accept_probs(base, drafter, each, config.sampler, candidates), TokenTree.chain(length)
+            )
+            for drafter, base, each in pairs
+        )
+    ratio, (low, high) = length_ratio(here, originally, config.seed)
+    display.line(
+        f"a chain of {length}: tau {here.mean_accepted_length:.2f} on this base and "
+        f"{originally.mean_accepted_length:.2f} on {config.original_base}, for {len(chosen)} equal prompts: the head "
+        f"keeps {100 * ratio:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
+    )
+    gain = 100 * (1 / ratio - 1)
+    display.line(
+        (f"adapting it can win back about {gain:.0f} %" if gain > 1 else "it loses nothing here")
+        + ", and more if your prompts are narrower than those it was trained on. What it costs:"
+    )
+    adapter = f" base.adapter={own.config.adapter}" if own.config.adapter else ""
+    display.line(
+        f"   drafthead train recipe=adapt_head init_from={config.head} base.name={own.config.name}{adapter} "
+        "data.prompts=PROMPTS.jsonl name=adapted mode=estimate"
+    )
 
 
 def replay_stored(config: ReplayConfig, display: Display) -> None:

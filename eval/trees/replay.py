@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from drafthead.data.answers.store import Answer
+from drafthead.data.intervals import Floats, bootstrap_interval
 from drafthead.eval.config import CONTEXTS
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import simulate_texts
@@ -47,6 +48,23 @@ def by_context(simulated: SimulatedAcceptance, boundaries: Sequence[int]) -> lis
         for low, high, (steps, tokens) in zip(CONTEXTS[:-1], CONTEXTS[1:], totals.tolist(), strict=True)
         if steps
     ]
+
+
+def length_ratio(
+    first: SimulatedAcceptance, second: SimulatedAcceptance, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """Return the ratio of two mean accepted lengths, and its 95 % interval over pairs of answers."""
+
+    def sums(simulated: SimulatedAcceptance) -> Floats:  # tokens and steps of each answer, [answers, 2]
+        return np.array([[len(started), started.sum()] for started, _ in simulated.by_position])
+
+    def ratio(totals: Floats) -> Floats:
+        tokens, steps, other_tokens, other_steps = totals.T
+        result: Floats = (tokens / steps) / (other_tokens / other_steps)
+        return result
+
+    rows = np.concatenate([sums(first), sums(second)], 1)
+    return float(ratio(rows.sum(0)[None])[0]), bootstrap_interval(rows, ratio, seed)
 
 
 def own_row(

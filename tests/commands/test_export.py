@@ -198,8 +198,6 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
     (tmp_path / "list").mkdir()
     write_json(tmp_path / "list" / "config.json", [1])
     cases = [
-        ([f"from={saved}"], f"{saved} is a drafthead head already; use it directly, as in `drafthead eval head="),
-        ([f"from={saved}", "format=medusa"], "is a drafthead head already"),
         ([f"from={tmp_path / 'list'}"], r"list/config.json holds a list, expected an object; copy it again"),
         ([f"from={tmp_path / 'empty'}"], r"holds no published head: it has no config.json \(it is empty\)"),
         ([f"from={saved.parent}"], r"is the folder of a run, not of a head; give .*/head"),

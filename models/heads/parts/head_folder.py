@@ -210,16 +210,19 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
         raise UserError(f"{name} must have different ids, but {repeated} of {len(ids)} are repeated{remedy}")
 
 
-def check_base(folder: Path, trained: dict[str, Any], base: BaseParts) -> None:
-    """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config."""
+def check_base(folder: Path, trained: dict[str, Any], base: BaseParts, any_base: bool = False) -> None:
+    """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config. With
+    ``any_base``, reject only a base of other sizes."""
     actual = base.identity()
-    for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
+    for key in ("hidden_size", "vocab_size", "num_layers", *(() if any_base else ("fingerprint",))):
         saved = trained.get(key)
         if saved != actual[key] and not (key == "fingerprint" and local.same_base(str(saved), actual[key])):
             remedy = "give a head of this base, or the head's own base"
-            if key == "fingerprint" and base.dtype == torch.float16:
-                # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.
-                remedy += " (float16 rounds tiny weights, which changes the fingerprint: try bfloat16 or float32)"
+            if key == "fingerprint":
+                remedy += ", or attach the head to this base with `drafthead import`"
+                if base.dtype == torch.float16:
+                    # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.
+                    remedy += " (float16 rounds tiny weights, which changes the fingerprint: try bfloat16 or float32)"
             what = f"the head in {folder} was trained for {_described(trained)} ({key} {saved})"
             raise UserError(f"{what}, but the base is {_described(actual)} ({key} {actual[key]}); {remedy}")
 

@@ -47,6 +47,7 @@ def load_head(
     base: BaseParts | None = None,
     revision: str | None = None,
     device: torch.device | str | None = None,
+    any_base: bool = False,
 ) -> DraftHead:
     """Load a head from a folder or a Hub repository.
 
@@ -55,9 +56,10 @@ def load_head(
         base: base, or parts of it, to attach the head to; None loads the base that the head names.
         revision: branch, tag or commit of the repository (None: its newest commit); a folder ignores it.
         device: device to load the base onto if ``base`` is None; None is the machine's accelerator, else the CPU.
+        any_base: also accept a ``base`` that the head was not trained for, if its sizes are equal: a fine-tune.
     """
     folder = head_folder.resolve_folder(name, revision)
-    return _attached(folder, base) if base else load_base_and_head(folder, None, device)[1]
+    return _attached(folder, base, any_base) if base else load_base_and_head(folder, None, device)[1]
 
 
 def load_base_and_head(
@@ -112,16 +114,13 @@ def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
     return config
 
 
-def _attached(folder: Path, base: BaseParts) -> DraftHead:
-    """Return the head in a folder in evaluation mode; reject bad files, and another base."""
+def _attached(folder: Path, base: BaseParts, any_base: bool = False) -> DraftHead:
+    """Return the head in a folder in evaluation mode; reject bad files, and another base unless ``any_base``."""
     config = head_folder.read_head_config(folder)
-    head_folder.check_base(folder, config["base"], base)
+    head_folder.check_base(folder, config["base"], base, any_base)
     weights = head_folder.read_weights(folder, config.get("weights_sha256"))
     d2t = head_folder.draft_ids(folder, config, weights, base.vocab_size)
-    try:
-        settings = parse_head({**config["settings"], "head_type": config["head_type"]})
-    except UserError as error:
-        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
+    settings = saved_head_config(folder, config)
     bare = meta_base(base.model_config)
     head_folder.check_parameters(folder, lambda: settings.without_weights(bare).num_parameters(), weights)
     head = settings.build(base, d2t, start=False)
@@ -135,6 +134,14 @@ def _attached(folder: Path, base: BaseParts) -> DraftHead:
         raise UserError(f"{what}; copy both again")
     head_folder.read_trees(folder, head)
     return head.eval()
+
+
+def saved_head_config(folder: Path, content: dict[str, Any]) -> DraftHeadConfig:
+    """Return the config of the head in ``folder``, whose ``config.json`` is ``content``."""
+    try:
+        return parse_head({**content["settings"], "head_type": content["head_type"]})
+    except UserError as error:
+        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
 
 
 def head_types() -> list[str]:

@@ -17,7 +17,8 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import parse_run
 
 pytestmark = pytest.mark.slow
-RECIPES = sorted(path.stem.removesuffix("_smollm2") for path in Path(recipes.__path__[0]).glob("recipe/*_smollm2.yaml"))
+FILES = Path(recipes.__path__[0]).glob("recipe/[!a]*_smollm2.yaml")  # not adapt_head, for any kind
+RECIPES = sorted(path.stem.removesuffix("_smollm2") for path in FILES)
 TEXTS = (
     "The capital of France is",
     "One, two, three, four, five, six,",
