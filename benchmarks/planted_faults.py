@@ -165,7 +165,7 @@ def examine(
         reloaded = target.load(folder, base)
     except UserError as error:
         return {"import": f"refused: {error}", "export check": "refused"}
-    check = check_export(base, head, reloaded, answers, torch.float32)
+    check = check_export(head, reloaded, answers, torch.float32)
     return {"import": "; ".join(notes), "export check": "; ".join(check.failures())}
 
 

@@ -6,6 +6,7 @@ drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
 drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
 drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
 drafthead export head=outputs/mine/head to=speculators merged_base=true out=published  # of a LoRA fine-tune
+drafthead export head=outputs/mine/head to=speculators texts=outputs/corpora/mine stored_states=true out=published
 
 formats: {formats}
 
@@ -14,6 +15,7 @@ The check uses the base's answers to `suite`, or the answers in `texts`. An expo
 
 import textwrap
 from dataclasses import field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,8 +31,10 @@ from drafthead.eval.config import SuiteConfig
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.finished_answers import base_answers, read_texts
+from drafthead.eval.trees.stored_answers import read_stored
 from drafthead.files.local import write_json
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.formats import all_formats, format_for, format_named
 from drafthead.models.formats.format import (
     Format,
@@ -44,11 +48,12 @@ from drafthead.models.formats.gguf.gguf_files import check_base, write_base
 from drafthead.models.formats.proposer import proposer_lines
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
-from drafthead.models.heads.parts.loading import config_class, load_base_and_head
+from drafthead.models.heads.parts.loading import config_class, load_base_and_head, load_parts_and_head
 from drafthead.settings.schema import PositiveShare, settings
 from drafthead.system.display import Display
 
 CHECK_FILE = "export_check.json"
+STORED_ANSWERS = 32
 BASE = "base"  # folder of the merged base, inside the exported folder
 
 
@@ -81,11 +86,16 @@ class ExportConfig(SuiteConfig):
     texts: str | None = None
     """JSONL file of answers on which to check the export, instead of answers to ``suite``. ``drafthead replay
     save=FILE`` writes such a file."""
+    stored_states: bool = False
+    """Check on the first ``limit`` answers (null: 32) of the corpus ``texts=outputs/corpora/NAME`` whose hidden states
+    are stored, and load none of the base's layers."""
     estimate_tolerance: PositiveShare = 0.5
     """Largest accepted drop of top-1 accuracy below training's, as a share of it. With 0.5, half of training's
     accuracy is enough. Training measured it on other prompts."""
 
     def __post_init__(self) -> None:
+        if self.stored_states and (self.texts is None or self.merged_base or self.base_gguf):
+            raise ValueError("stored_states needs texts=FOLDER, and no merged_base or base_gguf, which need the layers")
         if self.base_gguf is not None and not format_named(self.to).base_file:
             fitting = " or ".join(f"to={name}" for name, target in all_formats().items() if target.base_file)
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
@@ -100,7 +110,7 @@ def main(config: ExportConfig) -> None:
     target = format_named(config.to)
     if not config.texts:
         load_suite(config.suite, config.limit, config.seed)  # a wrong name fails before the model loads
-    texts = read_texts(Path(config.texts)) if config.texts else []
+    texts = read_texts(Path(config.texts), config.limit) if config.texts and not config.stored_states else []
     display = Display()
     with new_folder(Path(config.out)) as folder:
         saved = read_head_config(resolve_folder(config.head))
@@ -109,9 +119,13 @@ def main(config: ExportConfig) -> None:
             for what, instead in unsupported_adapter(saved["base"]):
                 raise UserError(f"the head cannot be exported alone: {what}; {instead}")
         with display.stage(f"head {config.head}"):
-            base, head = load_base_and_head(config.head, config.base)
+            base: BaseParts
+            if config.stored_states:
+                base, head = load_parts_and_head(config.head, config.base)
+            else:
+                base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:
-            check_base(base, config.base_gguf)
+            check_base(head.base_model, config.base_gguf)
         base_name = config.base_name or (str(Path(config.out) / BASE) if config.merged_base else None)
         if config.vocabulary == "full":
             head = with_full_vocabulary(head)
@@ -120,10 +134,17 @@ def main(config: ExportConfig) -> None:
             target.export(head, folder, dtype, base_name)
             write_trees(folder, head)  # engines ignore it; an import takes it
         with display.stage("check: read back and compare"):
-            length = min(config.max_new_tokens, base.max_context // 2)
-            texts = texts or base_answers(base, replace(config, max_new_tokens=length))
+            states = None
+            if config.stored_states:
+                checked = list(islice(read_stored(Path(config.texts or ""), head), config.limit or STORED_ANSWERS))
+                if not any(text.positions for text, _ in checked):
+                    raise UserError(f"no answer in {config.texts} has stored states and two tokens; store more")
+                texts, states = [text for text, _ in checked], [state for _, state in checked]
+            elif not texts:
+                length = min(config.max_new_tokens, base.max_context // 2)
+                texts = base_answers(head.base_model, replace(config, max_new_tokens=length))
             reloaded, estimate = target.reload(folder, head), training_estimate(config.head)
-            check = check_export(base, head, reloaded, texts, dtype, estimate, config.estimate_tolerance)
+            check = check_export(head, reloaded, texts, dtype, estimate, config.estimate_tolerance, states)
         display.console.print(_table(target, head, check, f"{len(texts)} answers to {config.texts or config.suite}"))
         if failures := check.failures():
             raise UserError(f"the export to {target.name} failed its check and was removed: {'; '.join(failures)}")
@@ -133,7 +154,7 @@ def main(config: ExportConfig) -> None:
                 save_merged(base.config, folder / BASE)
         if config.base_gguf is not None:
             with display.stage(f"the base as {target.base_file} ({config.base_gguf})"):
-                write_base(base, folder / target.base_file, config.base_gguf)
+                write_base(head.base_model, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
     named = base_name or published_name(base)
     if target.names_base and config.base_name is None and (config.merged_base or Path(named).is_dir()):

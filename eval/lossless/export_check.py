@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.eval.trees import simulate
 from drafthead.files.local import read_json_lines
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.simulation.acceptance import simulate_acceptance
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
+from drafthead.models.simulation.ranks import WIDTH, answer_ranks
 from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -103,17 +104,18 @@ def as_exported(head: DraftHead) -> DraftHead:
 
 
 def check_export(
-    base: BaseModel,
     original: DraftHead,
     reloaded: DraftHead,
     texts: Sequence[Answer],
     dtype: torch.dtype,
     estimate: float | None = None,
     estimate_tolerance: float = 0.5,
+    states: Sequence[HiddenStates] | None = None,
 ) -> ExportCheck:
-    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads."""
+    """Draft with both heads along ``texts``, which must be greedy answers of their base, and compare the heads. Their
+    hidden ``states`` are computed if they are None, for which the base needs its layers."""
     tree = original.tree or TokenTree.chain(original.depth)
-    before, after = (_quality(base, as_exported(head), texts, tree) for head in (original, reloaded))
+    before, after = (_quality(as_exported(head), texts, states, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
     return ExportCheck(dtype, before, after, same_vocabulary, estimate, estimate_tolerance)
 
@@ -126,11 +128,20 @@ def training_estimate(head: str | Path) -> float | None:
 
 
 @torch.inference_mode()
-def _quality(base: BaseModel, head: DraftHead, texts: Sequence[Answer], tree: TokenTree) -> DraftQuality:
-    probs = simulate.text_accept_probs(base, head, texts, Sampler(temperature=0.0), simulate.AcceptProbsConfig())
-    text = next(text for text in texts if text.positions)
-    states = [simulate.read_hidden_states(base, head, text)]
-    steps = islice(simulate.positions(head, [text], states, base.device), POSITIONS)
+def _quality(
+    head: DraftHead, texts: Sequence[Answer], states: Sequence[HiddenStates] | None, tree: TokenTree
+) -> DraftQuality:
+    device = head.base.device
+    number, text = next((n, text) for n, text in enumerate(texts) if text.positions)
+    if states is None:
+        base, greedy = head.base_model, Sampler(temperature=0.0)
+        probs = simulate.text_accept_probs(base, head, texts, greedy, simulate.AcceptProbsConfig())
+        first = simulate.read_hidden_states(base, head, text)
+    else:
+        batches = [TrainBatch.of([text.ids], text.boundary).to(device) for text in texts]
+        ranks = [r for batch, given in zip(batches, states, strict=True) for r in answer_ranks(head, batch, given)]
+        probs, first = [accept_probs_of_ranks(each, WIDTH) for each in ranks], states[number]
+    steps = islice(simulate.positions(head, [text], [first], device), POSITIONS)
     right = np.concatenate([answer[:, 0, 0] for answer in probs])
     logits = [torch.cat(simulate.forced_logits(session, last, [text], t, head.depth)) for _, session, last, t in steps]
     return DraftQuality(

@@ -26,7 +26,7 @@ def stored_accept_probs(
     of the corpus in ``folder`` whose states are stored, of those that are chosen, and these answers. Raises a
     ``UserError`` if no states are stored."""
     probs, used = list[AcceptProbs](), list[Answer]()
-    found = ((a, states) for a, states in _read(folder, head) if is_chosen(a))
+    found = ((a, states) for a, states in read_stored(folder, head) if is_chosen(a))
     for answer, states in islice(found, limit):
         batch = TrainBatch.of([answer.ids], answer.boundary).to(head.base.device)
         for ranks in answer_ranks(head, batch, states):  # none if the answer has one token
@@ -35,8 +35,9 @@ def stored_accept_probs(
     return probs, used
 
 
-def _read(folder: Path, head: DraftHead) -> Iterator[tuple[Answer, HiddenStates]]:
-    """Yield the answers with their states; nothing is drafted after the last token, whose states may be zeros."""
+def read_stored(folder: Path, head: DraftHead) -> Iterator[tuple[Answer, HiddenStates]]:
+    """Yield the answers of the corpus in ``folder`` whose states are stored, with these. Nothing is drafted after the
+    last token, whose states may be zeros. Raises a ``UserError`` if no states are stored."""
     answers, base, wanted = open_answers(folder), head.base, list(head.spec.layers)
     texts = list(answers.read(with_hidden_states=False))
     documents = Documents.of([text.input_ids for text in texts])

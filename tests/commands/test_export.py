@@ -148,7 +148,7 @@ def test_training_counts(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("accuracy", "fails"), [(0.02, True), (0.05, False), (0.08, False), (float("nan"), True)])
 def test_an_accuracy_below_a_fifth_can_also_fail(tiny_base: TinyBase, accuracy: float, fails: bool) -> None:
     """At least 0.075 is expected, less two standard errors."""
-    good = check_export(tiny_base(), fitted(tiny_base()), fitted(tiny_base()), answers(tiny_base()), torch.float32)
+    good = check_export(fitted(tiny_base()), fitted(tiny_base()), answers(tiny_base()), torch.float32)
     after = replace(good.after, accuracy=accuracy, error=0.015)
     assert bool(replace(good, estimate=0.15, after=after).failures()) == fails
 
@@ -158,12 +158,12 @@ def test_rounded_copies_for_drafting_are_not_compared(tiny_base: TinyBase) -> No
     head = fitted(base)
     rounded = replace(head.config, draft_dtype="bfloat16").build(base)
     rounded.load_state_dict(head.state_dict())
-    assert check_export(base, head, rounded.eval(), answers(base), torch.float32).failures() == []
+    assert check_export(head, rounded.eval(), answers(base), torch.float32).failures() == []
 
 
 def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    good = check_export(base, fitted(base), fitted(base), answers(base), torch.float32)
+    good = check_export(fitted(base), fitted(base), answers(base), torch.float32)
     assert good.failures() == [] and good.before.accuracy > 0.2
     assert good.before.logits.shape == (16, 3, 300)
     nothing = DraftQuality(torch.full((16, 3, 300), torch.nan), float("nan"), 0.0)

@@ -14,6 +14,8 @@ from stand_in_vllm import StandIn
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.train.corpora.served_base import served_layers
 from drafthead.train.pipeline import run_pipeline
 from support import assert_same_run, call, call_fails, composed, losses_of, refuses
@@ -122,6 +124,26 @@ def test_stored_states_replace_the_layers_of_the_base(medusa_run: Path, tmp_path
     AnswerStore(tmp_path / "answers", {}).append_shard([Answer(0, np.arange(1, 9, dtype=np.int32), 3, finished=True)])
     call_fails("has no hidden states of random-llama", "replay", head, f"texts={tmp_path}", "stored_states=true")
     call_fails("stored_states needs texts=FOLDER", "replay", head, "stored_states=true")
+
+
+def test_a_head_is_exported_without_the_layers_of_its_base(
+    medusa_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MedusaConfig(num_draft_tokens=3).build(load_head(medusa_run / "run" / "head").base).save_pretrained(
+        tmp_path / "head"
+    )
+    head, states = f"head={tmp_path / 'head'}", (f"texts={medusa_run / 'corpora'}", "stored_states=true")
+    call("export", head, "to=medusa", f"out={tmp_path / 'whole'}", f"texts={medusa_run / 'corpora'}", "limit=8")
+    monkeypatch.delattr(BaseModel, "load")
+    call("export", head, "to=medusa", f"out={tmp_path / 'parts'}", *states, "limit=8")
+    whole, parts = (read_json(tmp_path / name / "export_check.json") for name in ("whole", "parts"))
+    weights = [tmp_path / name / "medusa_lm_head.safetensors" for name in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    for key in ("mean_accepted_length", "first_position_accuracy"):
+        assert parts[key]["head"] == pytest.approx(whole[key]["head"], abs=0.05), "states are stored in 16 bits"
+    refuses_layers = "stored_states needs texts=FOLDER, and no merged_base or base_gguf"
+    call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", *states, "merged_base=true")
+    call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", "stored_states=true")
 
 
 def test_training_continues_without_the_layers(engine: StandIn, tmp_path: Path) -> None:
