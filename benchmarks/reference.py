@@ -115,6 +115,10 @@ def engines_page() -> str:
         "",
     ]
     lines += _table("engine | formats", ((f"`{k}`", ", ".join(f"`{n}`" for n in v)) for k, v in READS.items()))
+    lines += ["", "## Versions that were run", "SGLang, TensorRT-LLM, TGI, and vLLM on a GPU were not run."]
+    for month, runs in engine_runs().items():
+        rows = [(engine, run, f"`{call}`", ", ".join(map(_record, records))) for engine, run, call, *records in runs]
+        lines += ["", f"### {month}", "", *_table("engine | what was run, on a CPU | command | record", rows)]
     for name, form in all_formats().items():
         files = ", ".join(f"`{file}`" for file in ("config.json", form.weights_file, form.base_file) if file)
         lines += ["", f"## to={name}", f"{form.title}. Files: {files}.", ""]
@@ -188,6 +192,18 @@ def _first_comment(path: Path) -> str:
     text = " ".join(line.removeprefix("#").strip() for line in lines if not line.startswith("# @package"))
     settings = ", ".join(f"{key}: {value}" for key, value in yaml.safe_load(path.read_text()).items())
     return (text or settings).split(". ")[0].rstrip(".")
+
+
+def engine_runs() -> dict[str, list[list[str]]]:
+    """Return the rows of ``engine_runs.yaml`` by month."""
+    months: dict[str, list[list[str]]] = yaml.safe_load((ROOT / "benchmarks" / "engine_runs.yaml").read_text())
+    return months
+
+
+def _record(name: str) -> str:
+    """Return a link to a page or a JSON file of docs/, and the path of any other file."""
+    path = name.removeprefix("docs/")
+    return f"`{name}`" if path == name else f"[{path.rpartition('/')[2]}](../{path})"
 
 
 def _settings_table(cls: Any, prefix: str = "") -> str:

@@ -26,6 +26,18 @@ def test_generated_pages_are_up_to_date(
         assert text.startswith(reference.GENERATED)
 
 
+def test_a_record_names_every_version_that_was_run(script: Callable[[str], ModuleType]) -> None:
+    root = FOLDER.parent.parent
+    runs = [run for rows in script("reference").engine_runs().values() for run in rows]
+    for engine, _, _, *records in runs:
+        text = "".join((root / record).read_text() for record in records)
+        versions = re.findall(r"\d+(?:\.\d+)+|build \d+", engine)
+        assert versions and all(version in text for version in versions), (engine, records)
+    text = "".join(path.read_text() for path in (root / "docs" / "results").glob("*.json"))
+    for version in re.findall(r'"(?:vllm|version)": "([\d.]+)"', text):
+        assert any(engine.endswith(f" {version}") for engine, *_ in runs), version
+
+
 def test_pages_cover_commands_and_public_names() -> None:
     text = {name: (FOLDER / f"{name}.md").read_text() for name in ("commands", "api")}
     assert all(f"\n## drafthead {name}\n" in text["commands"] for name in COMMANDS)
