@@ -131,7 +131,7 @@ def table(record: Mapping[str, Any], kind: str) -> list[dict[str, object]]:
     lines, firsts = [], {}
     for run in record["runs"]:
         first = firsts.setdefault((run["fine_tune"], run["recipe"]), run)
-        line: dict[str, object] = {"fine-tune": run["fine_tune"], "head": run["recipe"], "trained": run["row"]}
+        line: dict[str, object] = {"base": run["fine_tune"], "head": run["recipe"], "trained": run["row"]}
         for name in SETS:
             line[name] = f"{tau(run['judged'][name][kind]):.3f}"
         pair = [np.array(of["judged"]["fine-tune"][kind])[None] for of in (run, first)]
@@ -146,7 +146,7 @@ def figure(record: Mapping[str, Any], kind: str = "chain") -> Figure:
     """Draw tau on the fine-tune by number of answers: a panel per fine-tune, a colour per head."""
     names = list(dict.fromkeys(run["fine_tune"] for run in record["runs"]))
     recipes = list(dict.fromkeys(run["recipe"] for run in record["runs"]))
-    drawn = Figure(figsize=(3.2 * len(names), 3.0), layout="constrained", facecolor="white")
+    drawn = Figure(figsize=(3.2 * len(names), 3.8), layout="constrained", facecolor="white")
     panels = drawn.subplots(1, len(names), sharey=True, squeeze=False)
     for axes, name in zip(panels[0], names, strict=True):
         for recipe, colour in zip(recipes, ("#2f81f7", "#d4770c", "#8c96a3"), strict=False):
@@ -161,7 +161,7 @@ def figure(record: Mapping[str, Any], kind: str = "chain") -> Figure:
         axes.set_xticks(answers := [size for size, _ in adapted], [f"{size:,}" for size in answers])
         axes.minorticks_off()
     panels[0][0].set_ylabel("mean accepted length")
-    panels[0][-1].legend(fontsize=7, frameon=False)
+    drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return drawn
 
 
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--fine-tunes", type=Path, default=ROOT / "outputs" / "fine_tunes", help="folder of them")
     options.add_argument("--only", help="names of fine-tunes, separated by commas; default: all")
     options.add_argument("--heads", default="", help="RECIPE=FOLDER of each original head, separated by commas")
-    options.add_argument("--sizes", default="100,300,900", help="numbers of answers to adapt to")
+    options.add_argument("--sizes", default="100,300,700", help="numbers of answers to adapt to")
     options.add_argument("--prompts", type=int, default=950, help="prompts that a fine-tune answers")
     options.add_argument("--tokens", type=int, default=64, help="longest answer")
     options.add_argument("--set", nargs="*", default=[], help="more settings of all trainings")

@@ -36,6 +36,8 @@ Load = Callable[[str], ModuleType]
     ("training_quality", ["nowhere.yaml"], "nowhere.yaml is not a readable YAML file"),
     ("training_quality", ["benchmarks/studies/eagle3.yaml", "--rows", "vlm"], "--rows .*, got vlm"),
     ("quantised", ["--targets", "q8_0,int3"], "--targets .*, got int3"),
+    ("adapt_head", ["--sizes", "0"], "--sizes must be at least 1, got 0"),
+    ("adapt_head", ["--fine-tunes", "nowhere", "--heads", "a=b"], "nowhere has no fine-tune"),
     ("heads", ["--heads", "medsua"], "--heads .*, got medsua"),
     ("heads", ["--stage", "table", "--json", "nowhere.json"], "nowhere.json has no trained head yet"),
 )
