@@ -28,17 +28,20 @@ from matplotlib.figure import Figure
 from training_quality import NODES, WIDTH, ratio, run_measured, steps_of, tau
 
 from drafthead.data.answers.store import Answer, open_answers
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report import plots
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.search import greedy_tree
-from drafthead.eval.trees.simulate import text_ranks
+from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks
+from drafthead.models.simulation.ranks import answer_ranks
 from drafthead.models.token_tree import TokenTree
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +86,7 @@ class Judge:
             "fine-tune": BaseModel.load(BaseConfig(name=EMBEDDED, adapter=str(tune / "adapter"))),
             "original": BaseModel.load(BaseConfig(name=EMBEDDED)),
         }
+        self.states: dict[tuple[str, tuple[int, ...]], list[HiddenStates]] = {}
         test = str(tune / "test.jsonl")
         self.texts = {
             "fine-tune": self._answers("fine-tune", tune.name, test, None, "all"),
@@ -98,12 +102,22 @@ class Judge:
             write_texts(path, base_answers(self.bases[base], config, split=split))
         return [text for text in read_texts(path) if text.positions]
 
+    def _states(self, name: str, head: DraftHead) -> list[HiddenStates]:
+        """Return the hidden states of a set of answers, which heads that read the same layers share."""
+        key = (name, head.spec.layers)
+        if key not in self.states:
+            self.states[key] = [read_hidden_states(head.base_model, head, text) for text in self.texts[name]]
+        return self.states[key]
+
     def judge(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Return the acceptance of a saved head by set of answers: positions and expected steps of each answer."""
         tables = {}
         for name in SETS:
             head = load_head(folder, self.bases["fine-tune" if name == "fine-tune" else "original"], any_base=True)
-            tables[name] = [accept_probs_of_ranks(ranks, WIDTH) for ranks in text_ranks(head, self.texts[name])]
+            pairs = zip(self.texts[name], self._states(name, head), strict=True)
+            batches = ((TrainBatch.of([text.ids], text.boundary), states) for text, states in pairs)
+            ranks = (r for batch, states in batches for r in answer_ranks(head, batch, states))
+            tables[name] = [accept_probs_of_ranks(each, WIDTH) for each in ranks]
         tree = greedy_tree(tables["fine-tune"], NODES - 1).tree(NODES - 1)
         trees = {"chain": TokenTree.chain(head.depth), "tree": tree}
         return {name: {kind: steps_of(table, t) for kind, t in trees.items()} for name, table in tables.items()}
