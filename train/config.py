@@ -18,9 +18,9 @@ from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.files.hub import HubConfig
-from drafthead.models.base.base_config import EMBEDDED, BaseConfig
+from drafthead.models.base.base_config import ADAPTER, EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.heads.parts.head_folder import adapter_of, read_head_config, resolve_folder
 from drafthead.models.heads.parts.loading import parse_head, saved_head_config
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.windows import WindowConfig
@@ -146,6 +146,9 @@ class RunConfig:
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
     repository. Settings and draft vocabulary are those of that head. Its base may be another one of equal sizes, such
     as the model that ``base`` was fine-tuned from."""
+    extend_vocabulary: bool = False
+    """Add tokens that occur at least twice in the answers, and that the ``init_from`` head cannot draft, to its draft
+    vocabulary. Their rows of trained weights start as in a new head."""
     init_data: str | None = None
     """Folder (``data.folder``) of the corpus that the ``init_from`` head was trained on. Acceptance on its held-out
     answers is measured before and after training, because a head can forget when the new data are narrow."""
@@ -187,6 +190,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
+        if self.init_from == "":
+            raise ValueError("init_from is missing, the head to adapt; set init_from=HEAD, a folder or Hub repository")
         if not any(p.corpus == "answers" for p in self.phases.values()):
             raise ValueError("no phase has corpus=answers, but acceptance and the tree need answers; add such a phase")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
@@ -247,13 +252,13 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
     if run.init_from is not None and not run.trains_base:
         _take_settings(run, run.init_from)
-    if not run.head:
-        raise UserError("no head is chosen; set init_from=HEAD (a folder or Hub repository), or head=NAME")
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
     if run.init_data is not None and run.init_from is None:
         raise UserError("init_data needs init_from, which is not set; set init_from to a head, or leave init_data out")
+    if run.extend_vocabulary and run.init_from is None:
+        raise UserError("extend_vocabulary needs init_from; a new head has head.draft_vocab_size")
     if run.init_from is not None and run.trains_base:
         raise UserError("init_from continues heads of the original base, but a phase has train_base; leave one out")
     if run.per_node_data and run.shard.mode == "full" and not run.shard.hybrid:
@@ -291,7 +296,11 @@ def _take_settings(run: RunConfig, saved: str) -> None:
     content = read_head_config(folder)
     head_type, named = content["head_type"], run.head.get("head_type")
     if named is not None and named != head_type:
-        raise UserError(f"init_from={saved} is a {head_type}, not a {named}; set head={head_type}")
+        raise UserError(f"init_from={saved} is of the type {head_type}, not {named}; set head={head_type}")
+    trained = content["base"]
+    if adapter_of(trained) and run.base.adapter is None and run.base.name == trained.get("name"):
+        what = f"init_from={saved} belongs to {trained['name']} with an adapter, but base has none"
+        raise UserError(f"{what}; add base.adapter={folder / ADAPTER}, or name the merged model as base.name")
     run.head = {"head_type": head_type, **asdict(saved_head_config(folder, content))}
 
 

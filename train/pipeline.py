@@ -43,8 +43,9 @@ from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import TreeCosts
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.heads.parts.head_folder import check_base, described, read_head_config, resolve_folder
 from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.heads.parts.vocabulary import with_more_ids
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
@@ -86,6 +87,9 @@ class RunContext:
     def corpora(self) -> Corpora:  # with the original base, which is loaded on first use
         run, launch = self.run, self.launch
         run.head_config().check_layers(self.original.parts.num_layers)  # before hours of generation
+        if run.init_from is not None:
+            folder = resolve_folder(run.init_from)
+            check_base(folder, read_head_config(folder)["base"], self.original.parts, any_base=True)
         is_shared = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
@@ -195,7 +199,7 @@ class RunContext:
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base, any_base=True)
             head.tree = head.tree_costs = None
-            return head
+            return with_more_ids(head, self.corpora.repeated_ids()) if self.run.extend_vocabulary else head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)
         copies = start and config.starts_from_layers
@@ -302,8 +306,8 @@ def train(context: RunContext) -> None:
     if run.init_from is not None and launch.is_main:
         trained_for = read_head_config(resolve_folder(run.init_from))["base"]
         if not same_base(str(trained_for.get("fingerprint")), head.base.fingerprint):
-            context.display.line(f"   {run.init_from} was trained for another base: {trained_for.get('name')}")
-        _measure_continued(context, head.eval(), "before")
+            context.display.line(f"   {run.init_from} was trained for another base: {described(trained_for)}")
+        _measure_continued(context, load_head(run.init_from, head.base, any_base=True), "before")
     Trainer(run, head, corpora, context.folder, launch, tracker).train()
     del head
     launch.accelerator.wait_for_everyone()

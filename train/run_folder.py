@@ -52,7 +52,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
         settings["data"]["answers"].pop(setting)
     settings["base"].pop("kernels")
     settings["head"].pop("draft_dtype", None)
-    kept = {key: settings[key] for key in ("seed", "base", "head", "init_from", "data", "phases")}
+    kept = {key: settings[key] for key in ("seed", "base", "head", "init_from", "extend_vocabulary", "data", "phases")}
     return _plain(kept | {HOLDS: run.eval.suite.startswith(OWN)})
 
 

@@ -85,8 +85,10 @@ ANSWERS = "answers"  # folder in the ``data.folder`` of a run
 
 def open_answers(folder: Path) -> "AnswerStore":
     """Open the answer store in ``folder``, which is the store itself or the ``data.folder`` of a run."""
-    inner = folder / ANSWERS
-    return AnswerStore(inner if inner.is_dir() else folder)
+    store = inner if (inner := folder / ANSWERS).is_dir() else folder
+    if not (store / local.MANIFEST_NAME).is_file():
+        raise UserError(f"{folder} holds no answers; name the data.folder of a run, such as outputs/corpora/NAME")
+    return AnswerStore(store)
 
 
 class _Entry(NamedTuple):

@@ -24,6 +24,7 @@ from pydantic import Field
 from rich.table import Table
 
 from drafthead.commands.command import command, new_folder
+from drafthead.data.answers.store import open_answers
 from drafthead.data.prompts.suites import load_suite
 from drafthead.engines.environment import engine_python
 from drafthead.errors import UserError
@@ -88,14 +89,14 @@ class ExportConfig(SuiteConfig):
     save=FILE`` writes such a file."""
     stored_states: bool = False
     """Check on the first ``limit`` answers (null: 32) of the corpus ``texts=outputs/corpora/NAME`` whose hidden states
-    are stored, and load none of the base's layers."""
+    are stored, and load none of the base's layers, unless ``merged_base`` writes them."""
     estimate_tolerance: PositiveShare = 0.5
     """Largest accepted drop of top-1 accuracy below training's, as a share of it. With 0.5, half of training's
     accuracy is enough. Training measured it on other prompts."""
 
     def __post_init__(self) -> None:
-        if self.stored_states and (self.texts is None or self.merged_base or self.base_gguf):
-            raise ValueError("stored_states needs texts=FOLDER, and no merged_base or base_gguf, which need the layers")
+        if self.stored_states and (self.texts is None or self.base_gguf):
+            raise ValueError("stored_states needs texts=FOLDER, and no base_gguf, which needs the base's layers")
         if self.base_gguf is not None and not format_named(self.to).base_file:
             fitting = " or ".join(f"to={name}" for name, target in all_formats().items() if target.base_file)
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
@@ -110,6 +111,8 @@ def main(config: ExportConfig) -> None:
     target = format_named(config.to)
     if not config.texts:
         load_suite(config.suite, config.limit, config.seed)  # a wrong name fails before the model loads
+    if config.stored_states:
+        open_answers(Path(config.texts or ""))  # a wrong folder fails now
     texts = read_texts(Path(config.texts), config.limit) if config.texts and not config.stored_states else []
     display = Display()
     with new_folder(Path(config.out)) as folder:

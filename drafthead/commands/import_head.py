@@ -34,7 +34,7 @@ from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.head_folder import read_head_config, read_trees, resolve_folder
+from drafthead.models.heads.parts.head_folder import adapter_of, described, read_head_config, read_trees, resolve_folder
 from drafthead.models.heads.parts.loading import load_head, saved_head_config
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import settings
@@ -128,9 +128,9 @@ def _attach_own(config: ImportConfig, folder: Path, display: Display) -> None:
         head.save_pretrained(tmp_path)
     for label, text in _summary(head):
         display.line(f"   {label:<18}{text}")
-    original = content["base"].get("name")
-    display.line(f"   note: it was trained for {original}; measure what it keeps of its acceptance on this base:")
-    display.line(f"   drafthead replay head={config.out} suite=FILE costs=false original_base={original}")
+    display.line(f"   note: it was trained for {described(content['base'])}; measure its acceptance on this base:")
+    original = "" if adapter_of(content["base"]) else f" original_base={content['base'].get('name')}"
+    display.line(f"   drafthead replay head={config.out} suite=FILE costs=false{original}")
     display.line(f"written: {config.out}")
 
 
@@ -158,8 +158,11 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
         yield label, ", ".join(key for key, given in settings.items() if given is value) or "nothing"
     numbers = {key: given for key, given in settings.items() if type(given) in (int, float, str)}
     numbers |= {"full_layers": full} if (full := settings.get("full_layers")) else {}
+    ours = {key: getattr(head.config, key) for key in ("induction_rank", "markov_rank")}  # published heads have none
+    numbers |= {key: rank for key, rank in ours.items() if rank}
+    drafts_for = described(head.base_identity) if adapter_of(head.base_identity) else head.base.name
     yield "settings", ", ".join(f"{key} {given}" for key, given in numbers.items())
-    yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {head.base.name}"
+    yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {drafts_for}"
 
 
 def _base_notes(content: dict[str, Any], base: BaseParts) -> Iterator[str]:

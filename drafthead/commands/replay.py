@@ -33,12 +33,13 @@ from drafthead.eval.trees.finished_answers import BATCH_SIZE, base_answers, chec
 from drafthead.eval.trees.replay import cost_row, length_ratio, own_row, row_of, rows_of
 from drafthead.eval.trees.simulate import AcceptProbsConfig, simulate_texts, text_accept_probs
 from drafthead.eval.trees.stored_answers import stored_accept_probs
-from drafthead.models.base.base_config import BaseConfig
+from drafthead.files.local import same_base
+from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.cost_model import CostModel
-from drafthead.models.decoding.drafter import DraftSampling
+from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
@@ -129,6 +130,7 @@ def main(config: ReplayConfig) -> None:
         base, head, head_config = load_base_and_drafter(config.head, config.base)
     if isinstance(head, DraftHead):
         check_lengths(head, config)
+    original = load_original(head, base, config, display) if config.original_base is not None else None
     if not texts:
         with display.stage(f"the base's answers: {config.suite}"):
             texts = base_answers(base, config, config.sampler.temperature, split=config.split)
@@ -150,10 +152,9 @@ def main(config: ReplayConfig) -> None:
     print_rows(rows, title, texts, config, display)
     if isinstance(head, DraftHead) and head.tree_costs is not None and config.draft_sampling == "top_k":
         print_calibration(base, head, texts, config, display)
-    if config.original_base is not None:
-        if not isinstance(head, DraftHead):
-            raise UserError(f"original_base needs a head that was trained, not {config.head}; leave it out")
-        print_kept(head, texts, config, display)
+    if original is not None:
+        assert isinstance(head, DraftHead)
+        print_kept(head, original, texts, config, display)
 
 
 def print_calibration(
@@ -170,16 +171,34 @@ def print_calibration(
         display.line(f"calibration error of all candidates: {calibration_error(model, fates):.4f}")
 
 
-def print_kept(head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display) -> None:
-    """Print which share of its acceptance on its original base the head keeps on this one, for the same prompts."""
-    own, asked = head.base_model, list(enumerate(text.ids[: text.boundary] for text in texts))
-    with display.stage(f"the answers of its original base {config.original_base}"):
-        original = BaseModel.load(BaseConfig(name=config.original_base or "", dtype=own.config.dtype), own.device)
+def load_original(head: Drafter | None, base: BaseModel, config: ReplayConfig, display: Display) -> DraftHead:
+    """Return the head again, attached to ``config.original_base``; reject a base that it cannot have been trained for,
+    before anything is answered."""
+    name = config.original_base or ""
+    if not isinstance(head, DraftHead):
+        raise UserError(f"original_base needs a head that was trained, not {config.head}; leave it out")
+    with display.stage(f"original base {name}"):
+        original = BaseModel.load(BaseConfig(name=name, dtype=base.config.dtype), base.device)
+    if same_base(original.fingerprint, base.fingerprint):
+        raise UserError(f"original_base={name} is the base of {config.head} itself; name the one before fine-tuning")
+    try:
+        return load_head(config.head, original, any_base=True)
+    except UserError as error:
+        raise UserError(f"original_base={name} has other sizes than the base of the head: {error}") from None
+
+
+def print_kept(
+    head: DraftHead, before: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
+) -> None:
+    """Print which share of its acceptance on its original base the head keeps on this one, for the same prompts.
+    ``before`` is the head on the original base."""
+    own, original = head.base_model, before.base_model
+    asked = list(enumerate(text.ids[: text.boundary] for text in texts))
+    with display.stage(f"the answers of {config.original_base}"):
         sampler = SamplerConfig(max_new_tokens=config.max_new_tokens, seed=config.seed)
         longest = max(len(ids) for _, ids in asked)
         answered = generate_answers(original, asked, sampler, batch_size=BATCH_SIZE, max_prompt_tokens=longest)
         there = {answer.prompt_number: answer for answer in answered}
-        before = load_head(config.head, original, any_base=True)
     chosen = [n for n, text in enumerate(texts) if text.positions and n in there and there[n].positions]
     length = max(config.chain)
     if not chosen:
@@ -199,15 +218,15 @@ def print_kept(head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, d
         f"{originally.mean_accepted_length:.2f} on {config.original_base}, for {len(chosen)} equal prompts: the head "
         f"keeps {100 * ratio:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
     )
-    gain = 100 * (1 / ratio - 1)
-    display.line(
-        (f"adapting it can win back about {gain:.0f} %" if gain > 1 else "it loses nothing here")
-        + ", and more if your prompts are narrower than those it was trained on. What it costs:"
-    )
+    gain = f"adapting it can win back about {100 * (1 / ratio - 1):.0f} %"
+    if high >= 1:
+        gain = "whether it loses anything is not certain; a larger limit tells"
+    display.line(f"{gain}. Adapting also fits it to your prompts. What that costs:")
+    recipe = "adapt_head_smollm2" if own.config.name == EMBEDDED else f"adapt_head base.name={own.config.name}"
     adapter = f" base.adapter={own.config.adapter}" if own.config.adapter else ""
     display.line(
-        f"   drafthead train recipe=adapt_head init_from={config.head} base.name={own.config.name}{adapter} "
-        "data.prompts=PROMPTS.jsonl name=adapted mode=estimate"
+        f"   drafthead train recipe={recipe}{adapter} init_from={config.head} data.prompts=PROMPTS.jsonl name=adapted "
+        "mode=estimate"
     )
 
 

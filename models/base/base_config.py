@@ -150,8 +150,11 @@ class BaseConfig:
             if self.tokenizer:
                 why = f"base.tokenizer={self.tokenizer} could not be loaded: {_first_line(error)} "
                 why += "Name a folder with a tokenizer.json, or a Hub id"
-            elif Path(folder).is_dir():
-                why = f"no tokenizer in {folder}, or not all of its files; name one with base.tokenizer=..."
+            elif not folder or Path(folder).is_dir():
+                why = (
+                    f"no tokenizer in {folder}, or not all of its files" if folder else "a random base has no tokenizer"
+                )
+                why += "; name one with base.tokenizer=..."
             raise UserError(why) from None
 
     def hub_options(self) -> dict[str, Any]:

@@ -397,7 +397,7 @@ class Format:
             faults = f"missing {_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}"
             where = f"{head.base.name} in the format {self.name}"
             what = f"{checkpoint.source} does not fit {where}: {faults}"
-            raise UserError(f"{what}; name the base that it was trained for")
+            raise UserError(f"{what}; name the base that it was trained for, or correct the key of these tensors")
 
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))

@@ -18,7 +18,7 @@ from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simula
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import composed as parsed
 from drafthead.train.pipeline import run_pipeline
-from support import TINY, call, call_fails, composed
+from support import TINY, call, call_fails, composed, refuses
 
 SHAPE = [f"++base.shape.{key}={value}" for key, value in {**TINY, "num_hidden_layers": 2}.items()]
 SHORT = (
@@ -36,7 +36,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("original", "tuned", "deeper")):
         shape = {**TINY, "initializer_range": 0.3, "num_hidden_layers": 3 if name == "deeper" else 2}
         save_merged(BaseConfig(random=True, shape=shape, seed=seed, tokenizer="builtin:tiny"), folder / name)
-    head = MedusaConfig(num_draft_tokens=3).build(load_base(str(folder / "original"))).eval()
+    head = MedusaConfig(num_draft_tokens=3).build(load_base(str(folder / "original")), torch.arange(100)).eval()
     head.tree = TokenTree.chain(2)
     head.save_pretrained(folder / "head")
     return folder
@@ -64,7 +64,9 @@ def test_a_head_is_attached_to_a_fine_tune_and_back(bases: Path, tmp_path: Path)
     assert not (tmp_path / "x").exists()
 
 
-def test_replay_shows_what_a_head_keeps(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_shows_what_a_head_keeps(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     call("import", f"from={bases / 'head'}", f"base={bases / 'tuned'}", f"out={tmp_path / 'here'}")
     capsys.readouterr()
     suite = ["suite=builtin", "limit=3", "max_new_tokens=12", "costs=false"]
@@ -76,10 +78,16 @@ def test_replay_shows_what_a_head_keeps(bases: Path, tmp_path: Path, capsys: pyt
     assert found is not None, output
     here, there, kept = (float(found[n]) for n in (1, 2, 3))
     assert kept == pytest.approx(100 * here / there, abs=1.5)
-    command = f"train recipe=adapt_head init_from={tmp_path / 'here'} base.name={bases / 'tuned'}"
+    command = f"train recipe=adapt_head base.name={bases / 'tuned'} init_from={tmp_path / 'here'}"
     assert command in output
     call_fails("original_base", "replay", f"head={tmp_path / 'here'}", *suite, "rule=block", "original_base=x")
-    call_fails("original_base", "replay", "head=prompt_lookup:2", f"base={bases / 'tuned'}", *suite, "original_base=x")
+    here, other = f"head={tmp_path / 'here'}", f"base={bases / 'tuned'}"
+    monkeypatch.delattr("drafthead.commands.replay.base_answers")  # all of these before anything is answered
+    call_fails(
+        "a head that was trained, not prompt", "replay", "head=prompt_lookup:2", other, *suite, "original_base=x"
+    )
+    call_fails("other sizes", "replay", here, *suite, f"original_base={bases / 'deeper'}")
+    call_fails("itself; name the one before", "replay", here, *suite, f"original_base={bases / 'tuned'}")
 
 
 def test_the_ratio_of_lengths_is_paired() -> None:
@@ -97,23 +105,27 @@ def test_a_head_is_adapted_to_a_fine_tune(bases: Path, tmp_path: Path, capsys: p
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(60)))
     tiny = ("recipe=adapt_head", "debug=tiny", f"base.name={bases / 'tuned'}", "base.random=false", *SHAPE)
-    run = composed(tmp_path, *tiny, f"init_from={bases / 'head'}", f"data.prompts={prompts}", *SHORT)
+    init = (f"init_from={bases / 'head'}", "extend_vocabulary=true")
+    run = composed(tmp_path, *tiny, *init, f"data.prompts={prompts}", *SHORT)
     assert run[0].head_config().head_type == "medusa" and list(run[0].phases) == ["distill"]
     run_pipeline(*run)
     output = capsys.readouterr().out
     assert "was trained for another base" in output and "new data, held out: mean accepted length" in output
     adapted = load_head(tmp_path / "run" / "head")
     assert adapted.base.name == str(bases / "tuned")
-    before = load_head(bases / "head").state_dict()
-    assert any(not torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
+    before = load_head(bases / "head")
+    assert {*before.d2t.tolist()} < {*adapted.d2t.tolist()}, "tokens of the answers are added"
+    assert any(not torch.equal(p, q) for p, q in zip(adapted.parameters(), before.parameters(), strict=True))
     run_pipeline(*run)  # the same command again finds everything done
 
 
 @pytest.mark.parametrize("recipe", ["adapt_head", "adapt_head_smollm2"])
 def test_the_recipes_need_a_head_to_adapt(recipe: str, bases: Path) -> None:
-    with pytest.raises(UserError, match="no head is chosen; set init_from=HEAD"):
-        parsed([f"recipe={recipe}"])
-    with pytest.raises(UserError, match="is a medusa, not a eagle3"):
+    for more in ([], ["head=eagle3"]):
+        with pytest.raises(UserError, match="init_from is missing, the head to adapt; set init_from=HEAD"):
+            parsed([f"recipe={recipe}", *more])
+    refuses("extend_vocabulary needs init_from", parsed, ["recipe=medusa_smollm2", "extend_vocabulary=true"])
+    with pytest.raises(UserError, match="type medusa, not eagle3"):
         parsed([f"recipe={recipe}", "head=eagle3", f"init_from={bases / 'head'}"])
     for budget, answers, steps in (("adapt_500", 500, 50), ("adapt_20000", 20000, 2000)):
         run = parsed([f"recipe={recipe}", f"init_from={bases / 'head'}", "base.name=x", f"budget={budget}"])

@@ -141,8 +141,8 @@ def test_a_head_is_exported_without_the_layers_of_its_base(
     assert weights[0].read_bytes() == weights[1].read_bytes()
     for key in ("mean_accepted_length", "first_position_accuracy"):
         assert parts[key]["head"] == pytest.approx(whole[key]["head"], abs=0.05), "states are stored in 16 bits"
-    refuses_layers = "stored_states needs texts=FOLDER, and no merged_base or base_gguf"
-    call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", *states, "merged_base=true")
+    refuses_layers = "stored_states needs texts=FOLDER, and no base_gguf"
+    call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", *states, "base_gguf=f32")
     call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", "stored_states=true")
 
 

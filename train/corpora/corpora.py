@@ -264,6 +264,11 @@ class Corpora:
             documents, chosen = transcripts.whole_conversations(documents, prompt_numbers, chosen)
         return pack(documents, seq_len, split=False, numbers=chosen)
 
+    def repeated_ids(self) -> Tensor:
+        """Return the ids that occur at least twice in the answers, [n] int64."""
+        counts = self.answers().token_counts(self.base.parts.vocab_size, self.measures)
+        return torch.from_numpy(np.flatnonzero(counts > 1))
+
     def draft_vocabulary(self, size: int) -> Tensor:
         """Return up to ``size`` ids of the base's vocabulary, [W] int64 ascending: ids that end a turn, and the most
         frequent ids in the answers."""

@@ -53,8 +53,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     config = local.read_json(local.safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if not isinstance(config, dict) or not set(types) <= set(config):
-        what = f"{folder}/config.json is not a drafthead config, which has {sorted(types)}"
-        raise UserError(f"{what}; is this a head folder?")
+        what = f"{folder}/config.json is not that of a drafthead head"
+        raise UserError(f"{what}; a published head needs `drafthead import from={folder}` first")
     if config["format"] != FORMAT:
         older = isinstance(config["format"], int) and config["format"] < FORMAT
         remedy = "train the head again" if older else "update drafthead"
@@ -223,11 +223,17 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseParts, any_base:
                 if base.dtype == torch.float16:
                     # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.
                     remedy += " (float16 rounds tiny weights, which changes the fingerprint: try bfloat16 or float32)"
-            what = f"the head in {folder} was trained for {_described(trained)} ({key} {saved})"
-            raise UserError(f"{what}, but the base is {_described(actual)} ({key} {actual[key]}); {remedy}")
+            what = f"the head in {folder} was trained for {described(trained)} ({key} {saved})"
+            raise UserError(f"{what}, but the base is {described(actual)} ({key} {actual[key]}); {remedy}")
 
 
-def _described(identity: dict[str, Any]) -> str:
+def adapter_of(identity: dict[str, Any]) -> str | None:
+    """Return the adapter in a base's identity, a folder or its place in the head's folder; None: it has none."""
     recipe = identity.get("recipe")
-    adapter = recipe.get("adapter") if isinstance(recipe, dict) else None
+    return recipe.get("adapter") if isinstance(recipe, dict) else None
+
+
+def described(identity: dict[str, Any]) -> str:
+    """Return the name of a base, and whether it has an adapter."""
+    adapter = adapter_of(identity)
     return f"{identity.get('name')} {f'with the adapter {adapter}' if adapter else 'without an adapter'}"
