@@ -4,8 +4,9 @@
     python benchmarks/adapt_head.py --heads eagle3_smollm2_vllm=outputs/eagle3/head,medusa_smollm2=outputs/medusa/head
 
 --heads names recipes, each with a head that it trained for SmolLM2. Every fine-tune answers its own prompts once; a
-head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them. Another
-head is trained anew by its recipe on the largest number, for as many steps. All heads are judged by the mean accepted
+head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them, and to
+the largest number with `extend_vocabulary=true`. Another head is trained anew by its recipe on that number, for as many
+steps. All heads are judged by the mean accepted
 length (tau) of a chain and of the best tree of six nodes, simulated on greedy answers to prompts that no head saw:
 
     fine-tune    the fine-tune's answers to its test prompts
@@ -16,6 +17,7 @@ Ratios are paired over answers, with a 95 % interval. The record is written afte
 continues after an interruption.
 """
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,18 +125,27 @@ class Judge:
         return {name: {kind: steps_of(table, t) for kind, t in trees.items()} for name, table in tables.items()}
 
 
-def rows(tune: Path, recipe: str, head: Path, arguments: Namespace) -> Iterator[tuple[str, dict[str, Any], Path]]:
-    """Yield the name, the facts and the folder of each head of a fine-tune, training those that are not trained."""
-    yield "original head", {}, head
+def rows(
+    tune: Path, recipe: str, head: Path, done: set[str], arguments: Namespace
+) -> Iterator[tuple[str, dict[str, Any], Path]]:
+    """Yield the name, the facts and the folder of each head of a fine-tune whose name is not ``done``; train it."""
+    if "original head" not in done:
+        yield "original head", {}, head
     common, corpora = settings_of(tune, arguments), arguments.out / tune.name / "corpora"
     if not (corpora / "answers" / "complete.json").exists():
         command = [f"init_from={head}", *common, "stages=[corpora]"]
         train(arguments.out / tune.name / "corpus", "adapt_head_smollm2", command, arguments.threads)
     trainings = [(f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}"], n) for n in arguments.sizes]
-    trainings.append(("anew", recipe, ["~phases.pretrain"], max(arguments.sizes)))
+    most = max(arguments.sizes)
+    more_ids = [f"init_from={head}", "extend_vocabulary=true"]
+    trainings.append((f"adapted, more ids, {most:,} answers", "adapt_head_smollm2", more_ids, most))
+    trainings.append(("anew", recipe, ["~phases.pretrain"], most))
     for name, used, own, answers in trainings:
+        if name in done:
+            continue
         tokens, steps = sizes(corpora, answers)
-        out = arguments.out / tune.name / f"{recipe}-{'anew' if name == 'anew' else answers}"
+        kind = "anew" if name == "anew" else f"{answers}-ids" if "more ids" in name else f"{answers}"
+        out = arguments.out / tune.name / f"{recipe}-{kind}"
         limits = [f"phases.distill.max_tokens={tokens}", f"phases.distill.steps={steps}"]
         cost = train(out, used, [*own, *common, *limits, *arguments.set], arguments.threads)
         yield name, {"answers": answers, "answer_tokens": tokens, "steps": steps, "cost": cost}, out / "head"
@@ -166,8 +177,10 @@ def figure(record: Mapping[str, Any], kind: str = "chain") -> Figure:
         for recipe, colour in zip(recipes, ("#2f81f7", "#d4770c", "#8c96a3"), strict=False):
             runs = [run for run in record["runs"] if (run["fine_tune"], run["recipe"]) == (name, recipe)]
             lengths = {run["row"]: tau(run["judged"]["fine-tune"][kind]) for run in runs}
-            adapted = [(run["answers"], lengths[run["row"]]) for run in runs if run["row"].startswith("adapted")]
+            adapted = [(run["answers"], lengths[run["row"]]) for run in runs if re.match("adapted, [0-9]", run["row"])]
             axes.plot(*zip(*adapted, strict=True), "o-", color=colour, label=f"{recipe}, adapted")
+            if more := [length for row, length in lengths.items() if "more ids" in row]:
+                axes.plot(max(adapted)[0], more[0], "D", color=colour, label="adapted, with more draft ids")
             axes.axhline(lengths["original head"], color=colour, linestyle=":", label="as it was")
             if "anew" in lengths:
                 axes.plot(max(adapted)[0], lengths["anew"], "x", color=colour, label="trained anew, equal steps")
@@ -205,12 +218,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for tune in tunes:
         judge = None
         for recipe, head in heads.items():
-            for name, facts, folder in rows(tune, recipe, Path(head), arguments):
-                key = {"fine_tune": tune.name, "recipe": recipe, "row": name}
-                if not any(key.items() <= run.items() for run in record["runs"]):
-                    judge = judge or Judge(tune, arguments)
-                    record["runs"].append(key | facts | {"judged": judge.judge(folder)})
-                    write_json(path, record)
+            of = {"fine_tune": tune.name, "recipe": recipe}
+            done = {run["row"] for run in record["runs"] if of.items() <= run.items()}
+            for name, facts, folder in rows(tune, recipe, Path(head), done, arguments):
+                judge = judge or Judge(tune, arguments)
+                record["runs"].append(of | {"row": name} | facts | {"judged": judge.judge(folder)})
+                write_json(path, record)
     for kind in ("chain", "tree"):
         print_table(f"tau of a {kind}", table(record, kind))
     if arguments.plot:
