@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from common import at_least, entry_point, new_record, numbers, parser, print_table
+from figures import svg
 from matplotlib.figure import Figure
 from training_quality import NODES, WIDTH, ratio, run_measured, steps_of, tau
 
@@ -37,7 +38,7 @@ from drafthead.eval.report import plots
 from drafthead.eval.trees.finished_answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import read_hidden_states
-from drafthead.files.local import read_json, write_json
+from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -203,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--set", nargs="*", default=[], help="more settings of all trainings")
     options.add_argument("--threads", type=int, default=1, help="threads of a training")
     options.add_argument("--out", type=Path, default=ROOT / "outputs" / "adapt_head", help="folder of the heads")
-    options.add_argument("--plot", type=Path, help="write the figure to this file (.svg or .png)")
+    options.add_argument("--plot", type=Path, help="write the figure to this SVG file")
     arguments = options.parse_args(argv)
     at_least(arguments, 1, "prompts", "tokens", "threads")
     arguments.sizes = numbers("sizes", arguments.sizes)
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind in ("chain", "tree"):
         print_table(f"tau of a {kind}", table(record, kind))
     if arguments.plot:
-        plots.save_png(figure(record), arguments.plot)
+        write_atomic(arguments.plot, svg(figure(record), "adapt_head"))
 
 
 if __name__ == "__main__":

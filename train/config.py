@@ -147,8 +147,8 @@ class RunConfig:
     repository. Settings and draft vocabulary are those of that head. Its base may be another one of equal sizes, such
     as the model that ``base`` was fine-tuned from."""
     extend_vocabulary: bool = False
-    """Add tokens that occur at least twice in the answers, and that the ``init_from`` head cannot draft, to its draft
-    vocabulary. Their rows of trained weights start as in a new head."""
+    """Add tokens that repeat in the answers to the draft vocabulary of the ``init_from`` head. Their rows of trained
+    weights start as in a new head."""
     init_data: str | None = None
     """Folder (``data.folder``) of the corpus that the ``init_from`` head was trained on. Acceptance on its held-out
     answers is measured before and after training, because a head can forget when the new data are narrow."""

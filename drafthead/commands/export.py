@@ -88,8 +88,8 @@ class ExportConfig(SuiteConfig):
     """JSONL file of answers on which to check the export, instead of answers to ``suite``. ``drafthead replay
     save=FILE`` writes such a file."""
     stored_states: bool = False
-    """Check on the first ``limit`` answers (null: 32) of the corpus ``texts=outputs/corpora/NAME`` whose hidden states
-    are stored, and load none of the base's layers, unless ``merged_base`` writes them."""
+    """Check on hidden states that are stored for the corpus ``texts``, without the base's layers. Reads the first
+    ``limit`` answers that have some (null: 32). Only ``merged_base`` loads the layers, to write them."""
     estimate_tolerance: PositiveShare = 0.5
     """Largest accepted drop of top-1 accuracy below training's, as a share of it. With 0.5, half of training's
     accuracy is enough. Training measured it on other prompts."""
