@@ -4,10 +4,10 @@
     python benchmarks/adapt_head.py --heads eagle3_smollm2_vllm=outputs/eagle3/head,medusa_smollm2=outputs/medusa/head
 
 --heads names recipes, each with a head that it trained for SmolLM2. Every fine-tune answers its own prompts once; a
-head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them, and to
-the largest number with `extend_vocabulary=true`. Another head is trained anew by its recipe on that number, for as many
-steps. All heads are judged by the mean accepted
-length (tau) of a chain and of the best tree of six nodes, simulated on greedy answers to prompts that no head saw:
+head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them: with its
+own draft vocabulary and, for the largest number, also with more ids. Another head is trained anew by its recipe on that
+number, for as many steps. All heads are judged by the mean accepted length (tau) of a chain and of the best tree of six
+nodes, simulated on greedy answers to prompts that no head saw:
 
     fine-tune    the fine-tune's answers to its test prompts
     original     the original base's answers to the same prompts, drafted for the original base
@@ -136,7 +136,10 @@ def rows(
     if not (corpora / "answers" / "complete.json").exists():
         command = [f"init_from={head}", *common, "stages=[corpora]"]
         train(arguments.out / tune.name / "corpus", "adapt_head_smollm2", command, arguments.threads)
-    trainings = [(f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}"], n) for n in arguments.sizes]
+    trainings = [
+        (f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}", "extend_vocabulary=false"], n)
+        for n in arguments.sizes
+    ]
     most = max(arguments.sizes)
     more_ids = [f"init_from={head}", "extend_vocabulary=true"]
     trainings.append((f"adapted, more ids, {most:,} answers", "adapt_head_smollm2", more_ids, most))
