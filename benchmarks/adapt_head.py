@@ -175,24 +175,31 @@ def figure(record: Mapping[str, Any], kind: str = "chain") -> Figure:
     """Draw tau on the fine-tune by number of answers: a panel per fine-tune, a colour per head."""
     names = list(dict.fromkeys(run["fine_tune"] for run in record["runs"]))
     recipes = list(dict.fromkeys(run["recipe"] for run in record["runs"]))
-    drawn = Figure(figsize=(3.2 * len(names), 3.8), layout="constrained", facecolor="white")
+    counts = sorted({run["answers"] for run in record["runs"] if "answers" in run})
+    largest = counts[-1]
+    drawn = Figure(figsize=(3.2 * len(names), 4.2), layout="constrained", facecolor="white")
     panels = drawn.subplots(1, len(names), sharey=True, squeeze=False)
     for axes, name in zip(panels[0], names, strict=True):
         for recipe, colour in zip(recipes, ("#2f81f7", "#d4770c", "#8c96a3"), strict=False):
             runs = [run for run in record["runs"] if (run["fine_tune"], run["recipe"]) == (name, recipe)]
             lengths = {run["row"]: tau(run["judged"]["fine-tune"][kind]) for run in runs}
             adapted = [(run["answers"], lengths[run["row"]]) for run in runs if re.match("adapted, [0-9]", run["row"])]
-            axes.plot(*zip(*adapted, strict=True), "o-", color=colour, label=f"{recipe}, adapted")
+            if adapted:
+                axes.plot(*zip(*adapted, strict=True), "o-", color=colour, label=f"{recipe}, adapted")
             if more := [length for row, length in lengths.items() if "more ids" in row]:
-                axes.plot(max(adapted)[0], more[0], "D", color=colour, label="adapted, with more draft ids")
-            axes.axhline(lengths["original head"], color=colour, linestyle=":", label="as it was")
+                axes.plot(largest, more[-1], "D", color=colour, label=f"{recipe}, adapted with more draft ids")
+            axes.axhline(lengths["original head"], color=colour, linestyle=":", label=f"{recipe}, as it was")
             if "anew" in lengths:
-                axes.plot(max(adapted)[0], lengths["anew"], "x", color=colour, label="trained anew, equal steps")
+                axes.plot(largest, lengths["anew"], "x", color=colour, label=f"{recipe}, trained anew, equal steps")
         axes.set(xscale="log", title=name, xlabel="answers of the fine-tune")
-        axes.set_xticks(answers := [size for size, _ in adapted], [f"{size:,}" for size in answers])
+        axes.set_xticks(counts, [f"{count:,}" for count in counts])
         axes.minorticks_off()
     panels[0][0].set_ylabel("mean accepted length")
-    drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    handles = {
+        label: handle for axes in panels[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    labels = sorted(handles)
+    drawn.legend([handles[each] for each in labels], labels, loc="outside lower center", ncols=2, frameon=False)
     return drawn
 
 
