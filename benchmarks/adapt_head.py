@@ -221,9 +221,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = arguments.json or arguments.out / "record.json"
     record = read_json(path) if path.exists() else new_record("adapt_head") | {"runs": []}
     heads = dict(item.split("=", 1) for item in arguments.heads.split(",") if "=" in item)
-    wanted = arguments.only.split(",") if arguments.only else None
+    names = arguments.only.split(",") if arguments.only else None
     tunes = [adapter.parent for adapter in sorted(arguments.fine_tunes.glob("*/adapter"))]
-    tunes = [tune for tune in tunes if wanted is None or tune.name in wanted]
+    tunes = [tune for tune in tunes if names is None or tune.name in names]
     if heads and not tunes:
         raise UserError(f"{arguments.fine_tunes} has no fine-tune; make them with benchmarks/fine_tunes.py")
     for tune in tunes:
