@@ -7,8 +7,8 @@ Shape legend: n draft positions of any answers, S candidates of a position, K de
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from drafthead.data.answers.store import Answer
 from drafthead.eval.trees.simulate import batches, forced_logits, matching_drafts, positions
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.cost_tree import LEAST, MOST, WIDTH, AcceptanceModel, Floats, TreeCosts
+from drafthead.models.decoding.cost_tree import LEAST, MOST, WIDTH, AcceptanceModel, Floats, PooledAcceptance, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.sampling import Sampler
@@ -38,6 +38,7 @@ class Fates:
     accepted: npt.NDArray[np.int64]  # [n] the accepted candidate; S: none
     depths: npt.NDArray[np.int64]  # [n] from 1
     starts: npt.NDArray[np.int64]  # [n, 2] answer (from 0, of those with steps) and position of the step that drafts
+    tokens: npt.NDArray[np.int64]  # [n, S] the candidates
 
     @property
     def labels(self) -> Floats:  # [n, S]
@@ -64,7 +65,7 @@ class Fates:
                 met.add((answer, t))
                 ends[answer] = t + 1 + max(each.get((answer, t), 0) for each in chains)
         kept = np.array([tuple(start) in met for start in self.starts.tolist()])
-        return Fates(self.likelihoods[kept], self.accepted[kept], self.depths[kept], self.starts[kept])
+        return Fates(*(column[kept] for column in astuple(self)))
 
 
 @torch.inference_mode()
@@ -74,22 +75,28 @@ def candidate_fates(
     """Return the fates of a drafter's ``width`` likeliest candidates at all positions of ``texts``, the base's own
     answers under ``sampler``; None if it drafts nothing. Drafters without distributions, such as prompt lookup, have
     one candidate."""
-    likelihoods, accepted, depths, starts, first = [], [], [], [], 0
+    found, starts, first = list[Fate](), list[tuple[int, int]](), 0
     follow = _candidates if isinstance(drafter, StepwiseDrafter) else _copies
     for batch, base_hidden in batches(base, drafter, texts, sampler, ROWS):
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
-            for n, chances, fate, depth in follow(drafter, session, last, [batch[row] for row in rows], t, width):
-                likelihoods.append(chances)
-                accepted.append(fate)
-                depths.append(depth)
-                starts.append((first + rows[n], t))
+            here = follow(drafter, session, last, [batch[row] for row in rows], t, width)
+            found += here
+            starts += [(first + rows[fate.row], t) for fate in here]
         first += len(batch)
-    if not likelihoods:
+    if not found:
         return None
-    return Fates(np.array(likelihoods), np.array(accepted), np.array(depths), np.array(starts))
+    _, likelihoods, tokens, accepted, depths = map(np.array, zip(*found, strict=True))
+    return Fates(likelihoods, accepted, depths, np.array(starts), tokens)
 
 
-Fate = tuple[int, list[float], int, int]  # row, likelihoods [S], the accepted candidate (S: none), the depth
+class Fate(NamedTuple):
+    """The candidates of one draft position."""
+
+    row: int
+    likelihoods: list[float]  # [S]
+    tokens: list[int]  # [S]
+    accepted: int  # the accepted candidate; S: none
+    depth: int
 
 
 def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: int, width: int) -> list[Fate]:
@@ -102,7 +109,8 @@ def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], 
         for n, (text, row, ids) in enumerate(rows):
             at = text.boundary + t + 1 + k
             if at < len(text.ids):
-                fates.append((n, row, ids.index(text.ids[at]) if text.ids[at] in ids else width, k + 1))
+                accepted = ids.index(text.ids[at]) if text.ids[at] in ids else width
+                fates.append(Fate(n, row, ids, accepted, k + 1))
     return fates
 
 
@@ -116,7 +124,11 @@ def _copies(drafter: Drafter, session: Any, last: Any, texts: list[Answer], t: i
         ahead = len(text.ids) - text.boundary - t - 1  # drafts after the answer's end have no fate
         count = min(drafted[min(n, len(drafted) - 1)], ahead, counts[n] + 1)
         chances = proposal.likelihoods[n, 1 : count + 1].tolist()
-        fates += [(n, [chance], int(k >= counts[n]), k + 1) for k, chance in enumerate(chances)]
+        tokens = proposal.tokens[min(n, len(proposal.tokens) - 1), 1 : count + 1].tolist()
+        fates += [
+            Fate(n, [chance], [token], int(k >= counts[n]), k + 1)
+            for k, (chance, token) in enumerate(zip(chances, tokens, strict=True))
+        ]
     return fates
 
 
@@ -124,14 +136,23 @@ def fit_acceptance(fates: Fates) -> AcceptanceModel:
     """Return the model of the largest likelihood, with a small penalty of large biases."""
     depth, width = int(fates.depths.max()), fates.likelihoods.shape[1]
     q = torch.from_numpy(fates.likelihoods).clamp(LEAST, MOST)
-    feature, labels, at = torch.logit(q), torch.from_numpy(fates.labels), torch.from_numpy(fates.depths) - 1
-    weight = torch.zeros((), dtype=torch.float64, requires_grad=True)  # its logarithm, because it is positive
-    bias = torch.zeros(depth, width, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
+    weights, bias = _logistic([torch.logit(q)], torch.from_numpy(fates.labels), fates.depths, (depth, width))
+    means = [fates.labels[fates.depths == k].mean(0).tolist() for k in range(1, depth + 1)]
+    return AcceptanceModel(weight=weights[0], bias=bias.tolist(), mean=means)
+
+
+def _logistic(
+    features: list[torch.Tensor], labels: torch.Tensor, depths: npt.NDArray[np.int64], shape: tuple[int, ...]
+) -> tuple[list[float], torch.Tensor]:
+    """Return the positive weights and the bias of ``shape``, by depth, of the likeliest logistic regression."""
+    at = torch.from_numpy(depths) - 1
+    logs = torch.zeros(len(features), dtype=torch.float64, requires_grad=True)  # logarithms of the weights
+    bias = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([logs, bias], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         optimiser.zero_grad()
-        logits = weight.exp() * feature + bias[at]
+        logits = sum((w * x for w, x in zip(logs.exp(), features, strict=True)), bias[at])
         total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum") + RIDGE * bias.square().sum()
         total = total / len(labels)
         total.backward()  # type: ignore[no-untyped-call]
@@ -139,8 +160,29 @@ def fit_acceptance(fates: Fates) -> AcceptanceModel:
 
     with torch.inference_mode(False), torch.enable_grad():
         optimiser.step(loss)  # type: ignore[no-untyped-call]
-    means = [fates.labels[fates.depths == k].mean(0).tolist() for k in range(1, depth + 1)]
-    return AcceptanceModel(weight=float(weight.detach().exp()), bias=bias.detach().tolist(), mean=means)
+    return logs.detach().exp().tolist(), bias.detach()
+
+
+def fit_pooled(
+    copies: Fates, lookup: AcceptanceModel, own: Fates, acceptance: AcceptanceModel
+) -> PooledAcceptance | None:
+    """Return the model of drafts of prompt lookup at whose positions the head drafts, too; None if there are none."""
+    own_rows = zip(own.starts.tolist(), own.depths.tolist(), own.likelihoods, own.tokens, strict=True)
+    candidates = {(*start, depth): (acceptance.probs(q, depth), ids) for start, depth, q, ids in own_rows}
+    columns = copies.starts.tolist(), copies.depths.tolist(), copies.likelihoods, copies.tokens, copies.accepted
+    probs, labels, depths = list[list[float]](), list[float](), list[int]()
+    for start, depth, q, (token, *_), accepted in zip(*columns, strict=True):
+        if (*start, depth) in candidates:
+            chances, ids = candidates[*start, depth]
+            own_chance = chances[ids == token] if token in ids else chances.min(keepdims=True)
+            probs.append([float(lookup.probs(q, depth)[0]), float(own_chance[0])])
+            labels.append(float(accepted == 0))
+            depths.append(depth)
+    if not labels:
+        return None
+    features = torch.logit(torch.tensor(probs, dtype=torch.float64).clamp(LEAST, MOST))
+    weights, bias = _logistic([*features.T], torch.tensor(labels).double(), np.array(depths), (max(depths),))
+    return PooledAcceptance(copied=weights[0], drafted=weights[1], bias=bias.tolist())
 
 
 def with_acceptance(
@@ -148,9 +190,10 @@ def with_acceptance(
 ) -> TreeCosts:
     """Return ``costs`` with the acceptance of drafts of ``head`` and of prompt lookup, fitted on ``texts``."""
     own, copies = (candidate_fates(base, drafter, texts, sampler) for drafter in (head, PromptLookup()))
-    fates = own, copies and copies.of_steps(own)
-    acceptance, lookup = (AcceptanceModel() if each is None else fit_acceptance(each) for each in fates)
-    return replace(costs, acceptance=acceptance, lookup=lookup)
+    copies = copies and copies.of_steps(own)
+    acceptance, lookup = (AcceptanceModel() if each is None else fit_acceptance(each) for each in (own, copies))
+    pooled = fit_pooled(copies, lookup, own, acceptance) if copies and own else None
+    return replace(costs, acceptance=acceptance, lookup=lookup, pooled=pooled or PooledAcceptance())
 
 
 def calibration_rows(model: AcceptanceModel, fates: Fates) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ as on average (``AcceptanceModel.mean``), so drafting nothing at all is a choice
     all drafts in one order: the 0.8, cat 0.56, a 0.1, dog 0.08, an 0.02 -> the first two pay
 
 **Likeliest drafts** (``top_k``) are a function of the text, so any rule may choose among them. The drafts of other
-drafters, such as prompt lookup, compete in the same order; a draft of both has the larger score. The rows of a batch
-are verified in one rectangle, so all get as many nodes, and the gains of all rows count together.
+drafters, such as prompt lookup, compete in the same order. Where the head drafts as well, both probabilities of such a
+draft are pooled, and the head's other candidates share what is left. The rows of a batch are verified in one rectangle,
+so all get as many nodes, and the gains of all rows count together.
 
 **Drawn drafts** stay exact only if the rule never looks at a draft before it decides to verify it. The number of a
 node's children is therefore decided before they are drawn, and every drawn child is verified. Scores come from the
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, root_only
-from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, best_count
+from drafthead.models.decoding.cost_tree import MOST, AcceptanceModel, CostTree, best_count
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -68,6 +69,14 @@ class DraftTree:
             node = self._known[parent, token] = self.add(token, parent, score)
         self.scores[node] = max(self.scores[node], score)
         return node
+
+    def rescale(self, node: int, score: float) -> None:
+        """Give a draft another ``score``, and scale those of the drafts below it."""
+        factor, below = score / self.scores[node], {node}
+        for child in range(node, len(self.scores)):
+            if child == node or self.parents[child] in below:
+                below.add(child)
+                self.scores[child] *= factor
 
     def level(self, depth: int, parents: Sequence[int]) -> list[int]:
         """Return the nodes of ``depth`` that are children of ``parents``, the best first."""
@@ -122,7 +131,7 @@ class _Rule:
 
     def __init__(self, config: DraftConfig, rows: int) -> None:
         assert isinstance(config.tree, CostTree)
-        self.tree, self.model = config.tree, config.tree.costs.acceptance
+        self.tree, self.model, self.pooled = config.tree, config.tree.costs.acceptance, config.tree.costs.pooled
         self.prices = self.tree.costs.prices(rows)
         self.rate = self.prices.rate(config.speedup or self.prices.speedup)
 
@@ -208,9 +217,22 @@ def grow_by_cost(
         for row, (tree, nodes) in enumerate(zip(trees, frontier.nodes, strict=True)):
             for at, node in enumerate(nodes):
                 law = min(at, len(probs[row]) - 1)  # all nodes of a level may share one distribution
-                for token, chance in zip(tokens[row][law], probs[row][law], strict=True):
-                    tree.merge(token, node, tree.scores[node] * chance)
+                _add_candidates(tree, node, dict(zip(tokens[row][law], probs[row][law], strict=True)), rule, levels)
     return _likeliest(rule, last_token, trees, last if levels and source.drafts_at_once else levels)
+
+
+def _add_candidates(tree: DraftTree, node: int, chances: dict[int, float], rule: _Rule, depth: int) -> None:
+    """Add a head's candidates of ``depth`` below ``node``; ``chances`` has the probability P of each token. Children
+    that other drafters gave to the node get pooled scores."""
+    parent, least = tree.scores[node], min(chances.values())
+    for copied in tree.level(depth, [node]):
+        own = chances.pop(tree.tokens[copied], None)
+        chance = rule.pooled.prob(tree.scores[copied] / parent, least if own is None else own, depth)
+        tree.rescale(copied, parent * chance)
+        left = (1 - chance) / (1 - min(own or 0.0, MOST))  # of the probability, for the other candidates
+        chances = {token: p * left for token, p in chances.items()}
+    for token, chance in chances.items():
+        tree.add(token, node, parent * chance)
 
 
 def price_drafts(last_token: Tensor, config: DraftConfig, others: Sequence[DraftTree]) -> Proposal:

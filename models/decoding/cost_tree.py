@@ -86,6 +86,28 @@ class AcceptanceModel:
         return self._means[min(depth, len(self._means)) - 1]
 
 
+@settings(frozen=True, kw_only=True)
+class PooledAcceptance:
+    """Probability that a draft of two drafters is accepted, from both drafters' probabilities of it (a log-linear
+    opinion pool): ``logit P = copied * logit P_lookup + drafted * logit P_head + bias[depth]``. A draft that is none of
+    the head's candidates counts as the least likely one. The default weights are rounded from a fit on a Medusa head of
+    SmolLM2."""
+
+    copied: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the probability of prompt lookup."""
+    drafted: Annotated[float, Field(ge=0)] = 0.3
+    """Weight of the probability of the head."""
+    bias: Annotated[list[float], Field(min_length=1)] = field(default_factory=lambda: [0.0])
+    """Bias by depth, from 1. Deeper drafts have the last one."""
+
+    def prob(self, lookup: float, head: float, depth: int) -> float:
+        """Return P of a draft of ``depth`` (from 1) that prompt lookup expects with P ``lookup``, the head with
+        ``head``."""
+        logits = (math.log(p / (1 - p)) for p in (min(max(p, LEAST), MOST) for p in (lookup, head)))
+        total = sum(w * x for w, x in zip((self.copied, self.drafted), logits, strict=True))
+        return 1 / (1 + math.exp(-total - self.bias[min(depth, len(self.bias)) - 1]))
+
+
 def _table(values: Sequence[Sequence[float]]) -> Floats:
     """Return lists as an array [K, WIDTH]; shorter ones repeat their last value."""
     return np.array([[row[min(rank, len(row) - 1)] for rank in range(WIDTH)] for row in values], np.float64)
@@ -103,6 +125,8 @@ class TreeCosts:
     """Acceptance of the head's drafts."""
     lookup: AcceptanceModel = field(default_factory=AcceptanceModel)
     """Acceptance of drafts of prompt lookup, whose q depends on the length of the match."""
+    pooled: PooledAcceptance = field(default_factory=PooledAcceptance)
+    """Acceptance of drafts of prompt lookup where the head drafts, too."""
 
     def with_rows(self, rows: int, costs: CostModel, speedup: float) -> "TreeCosts":
         """Return these measurements with those of batches of ``rows``."""

@@ -1,5 +1,7 @@
 """The fitted acceptance of drafts is that of the answers, by depth and rank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,10 +12,11 @@ from drafthead.eval.trees.acceptance_fit import (
     calibration_rows,
     candidate_fates,
     fit_acceptance,
+    fit_pooled,
 )
 from drafthead.eval.trees.simulate import read_hidden_states, text_ranks
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.cost_tree import AcceptanceModel
+from drafthead.models.decoding.cost_tree import AcceptanceModel, PooledAcceptance
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.prompt_lookup import PromptLookup
@@ -34,7 +37,7 @@ def drawn(model: AcceptanceModel, count: int, seed: int) -> Fates:
     probs = np.stack([model.probs(q, depth) for q, depth in zip(likelihoods, depths, strict=True)])
     probs /= np.maximum(1.0, probs.sum(1, keepdims=True))
     accepted = (generator.random(count)[:, None] > probs.cumsum(1)).sum(1)
-    return Fates(likelihoods, accepted, depths, np.zeros((count, 2), np.int64))
+    return Fates(likelihoods, accepted, depths, np.zeros((count, 2), np.int64), np.tile(np.arange(3), (count, 1)))
 
 
 def test_a_known_model_is_found_again() -> None:
@@ -64,6 +67,24 @@ def test_fates_are_the_ranks_of_the_answers(tiny_base: TinyBase) -> None:
     assert (fates.accepted == 0).any() and read_hidden_states(base, head, texts[0]).final.shape[1] == len(texts[0].ids)
 
 
+def test_a_known_pool_is_found_again() -> None:
+    """Copies are accepted as a pool of both drafters' probabilities says; where the head drafts nothing, none count."""
+    known, trusting, count = PooledAcceptance(copied=1.2, drafted=0.4, bias=[0.5]), AcceptanceModel(), 20_000
+    generator = np.random.default_rng(0)
+    head, copy = -np.sort(-generator.dirichlet([0.3] * 3, count)), generator.uniform(0.1, 0.9, (count, 1))
+    starts = np.stack([np.arange(count), np.zeros(count, np.int64)], 1)
+    depths, ids = np.ones(count, np.int64), np.tile(np.arange(3), (count, 1))
+    copied = generator.integers(0, 4, (count, 1))  # 3: no candidate of the head
+    own = [float(row[min(token, 2)]) for row, token in zip(head, copied[:, 0], strict=True)]
+    probs = [known.prob(float(p), q, 1) for p, q in zip(copy[:, 0], own, strict=True)]
+    accepted = (generator.random(count) > probs).astype(np.int64)
+    drafted, copies = Fates(head, accepted, depths, starts, ids), Fates(copy, accepted, depths, starts, copied)
+    fitted = fit_pooled(copies, trusting, drafted, trusting)
+    assert fitted is not None
+    assert [fitted.copied, fitted.drafted, *fitted.bias] == pytest.approx([1.2, 0.4, 0.5], abs=0.08)
+    assert fit_pooled(replace(copies, depths=depths + 1), trusting, drafted, trusting) is None
+
+
 def test_copies_count_up_to_the_first_rejection(tiny_base: TinyBase) -> None:
     base = tiny_base()
     texts = [Answer.of([1, 2, 3, 4, 1, 2, 3, 9, 9, 9, 9], 5)]
@@ -78,5 +99,6 @@ def test_copies_count_up_to_the_first_rejection(tiny_base: TinyBase) -> None:
     assert fates.starts.tolist() == [[0, t] for t in (0, 0, 1, 3, 4)]
     # A step from 0 accepts one draft and ends before 2; one from 3 accepts a draft, so none starts at 4.
     assert fates.of_steps(None).starts.tolist() == [[0, t] for t in (0, 0, 3)]
-    longer = Fates(np.ones((3, 1)), np.zeros(3, np.int64), np.arange(1, 4), np.zeros((3, 2), np.int64))
+    none = np.zeros((3, 2), np.int64)
+    longer = Fates(np.ones((3, 1)), none[:, 0], np.arange(1, 4), none, none[:, :1])
     assert fates.of_steps(longer).starts.tolist() == [[0, t] for t in (0, 0, 4)]

@@ -14,7 +14,7 @@ from drafthead.eval.config import EvalConfig
 from drafthead.models.decoding.candidates import LogitsSource
 from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price_drafts
 from drafthead.models.decoding.cost_model import CostModel
-from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, Pace, TreeCosts, best_count
+from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, Pace, PooledAcceptance, TreeCosts, best_count
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
@@ -133,7 +133,7 @@ def test_a_level_is_drafted_only_while_it_is_expected_to_pay() -> None:
 
 
 def test_drafts_of_others_compete_in_the_same_order() -> None:
-    """A draft of both drafters is one node with the larger score; the others' drafts below it stay."""
+    """A draft of both drafters is one node; the others' drafts below it stay."""
     source = Table(1)
     likeliest = int(source.after(0, ()).argmax())
     other = int(source.after(0, ()).argmin())
@@ -149,6 +149,14 @@ def test_drafts_of_others_compete_in_the_same_order() -> None:
     paths = paths_of(proposal, 0)
     assert {(likeliest,), (likeliest, other), (likeliest, other, other)} <= {*paths} and (other,) not in paths
     assert proposal.forecast is not None and proposal.forecast.tokens[0] > 1 + 0.5 + 0.45 + 0.4
+    pooled = PooledAcceptance(copied=1.0, drafted=0.0, bias=[0.0])  # trusts the other drafter alone
+    trusting = CostTree(costs=replace(costs(CHEAP), pooled=pooled), nodes=6, depth=1)
+    forecast = grown(Table(1), trusting, 1, [drafts()]).forecast
+    # The head's three other candidates share what is left, 0.5. Then "other", one of them, is given next to nothing.
+    rest = scores_of(source, 0, 1)
+    dropped = 0.5 * rest[other,] / (1 - rest[likeliest,])
+    left = (0.5 - dropped) / (1 - dropped)
+    assert forecast is not None and forecast.tokens[0] == pytest.approx(1 + 0.5 + 0.45 + 0.4 + left, abs=1e-4)
     alone = price_drafts(torch.zeros(1, dtype=torch.int64), DraftConfig(tree=tree), [drafts()])
     assert {*paths_of(alone, 0)} == {(likeliest,), (likeliest, other), (likeliest, other, other)}
 
