@@ -182,7 +182,7 @@ def measure(settings: Sequence[str]) -> dict[str, Any]:
             context.corpora.answers()
             trainer = TimedTrainer(run, context.new_head(), context.corpora, Path(folder), launch, None)
             trainer.train()
-            precision = str(launch.sharding.precision(context.corpora.base)).removeprefix("torch.")
+            precision = str(launch.sharding.precision(trainer.head.base)).removeprefix("torch.")
             launch.sharding.close()
     medians, first = {}, 0
     for name, count in counts.items():

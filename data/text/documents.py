@@ -39,6 +39,8 @@ class Documents:
         try:
             index = read_checksummed_json(safe_join(folder, _INDEX))
             documents = cls(np.load(path, mmap_mode="r"), np.array(index["offsets"], np.int64))
+            if documents.tokens.dtype != np.int32:  # the header, which the digest leaves out, gives the byte order, too
+                raise ValueError(f"its type is {documents.tokens.dtype.str}")
             if documents.digest != index["digest"]:
                 raise ValueError("its checksum is another one")
         # numpy raises the last two for a damaged header.
