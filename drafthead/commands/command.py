@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +102,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     if taken:
         raise UserError(f"{out} exists already; remove it or choose another folder (out=...)")
     out = out.resolve()
+    new_parents = [parent for parent in out.parents if not parent.exists()]
     make_folder(out.parent, "out=...")
     tmp_path = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(tmp_path, ignore_errors=True)
@@ -113,3 +114,6 @@ def new_folder(out: Path) -> Iterator[Path]:
         tmp_path.replace(out)
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
+        with suppress(OSError):  # not empty
+            for parent in new_parents:
+                parent.rmdir()

@@ -57,7 +57,7 @@ def test_a_head_is_attached_to_a_fine_tune_and_back(bases: Path, tmp_path: Path)
     own = f"^error: .* is a drafthead head of this base already; use it directly, as in `drafthead eval head={here}"
     call_fails(own, "import", f"from={here}", f"base={bases / 'tuned'}", f"out={tmp_path / 'x'}")
     call_fails(
-        "num_layers 2.*num_layers 3", "import", f"from={here}", f"base={bases / 'deeper'}", f"out={tmp_path / 'x'}"
+        "num_layers 2.*num_layers 3", "import", f"from={here}", f"base={bases / 'deeper'}", f"out={tmp_path / 'x/y'}"
     )
     call_fails("leave out config", "import", f"from={here}", f"base={bases / 'original'}", "config.layers=[1]", "out=x")
     call_fails("leave out config", "import", f"from={here}", f"base={bases / 'original'}", "format=medusa", "out=x")
