@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -74,6 +74,37 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * min(rise, config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon, except that it orthogonalises in float32. torch does so in bfloat16, for which CPUs
+    without such instructions need four times as long (0.70 s instead of 0.17 s for a matrix of 2,304 x 576)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                update = _orthogonalised(gradient.lerp(average, group["momentum"]), group)  # Nesterov's momentum
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+
+
+def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return ``matrix`` with singular values near 1, by the iteration of Newton and Schulz that torch uses."""
+    a, b, c = group["ns_coefficients"]
+    tall = matrix.shape[0] > matrix.shape[1]
+    matrix = matrix.float().T if tall else matrix.float()
+    matrix = matrix / matrix.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = matrix @ matrix.T
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    return matrix.T if tall else matrix
+
+
 def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
     """Return the optimisers of a head's trainable parameters, which include the base's adapters if these are trained.
     ``config.name="muon"`` uses Muon for the weights of linear layers, except projections to the vocabulary, and AdamW
@@ -94,8 +125,9 @@ def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
     if muon_groups:
         # Scaled to the size of AdamW's updates (2502.16982).
         matrices, momentum = _torch_groups(muon_groups, config), config.momentum
-        muon = torch.optim.Muon(matrices, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        on_cpu = all(parameter.device.type == "cpu" for group in muon_groups.values() for parameter in group)
+        muon = Float32Muon if on_cpu else torch.optim.Muon
+        optimizers.append(muon(matrices, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
     if adamw_groups:
         # torch's multi-tensor operations cannot mix sharded and whole parameters.
         mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())

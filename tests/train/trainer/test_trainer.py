@@ -32,9 +32,9 @@ from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.boost import boosted, load_first, target_weights
 from drafthead.train.trainer.checkpoint import load_latest
 from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeConfig, skip_reason
-from drafthead.train.trainer.optim import OptimConfig, head_optimizers, lr_at
+from drafthead.train.trainer.optim import Float32Muon, OptimConfig, head_optimizers, lr_at
 from drafthead.train.trainer.step import train_step
-from support import TinyBase, composed, fitted, random_base, random_ids, refuses, rows_of
+from support import TinyBase, cases, composed, fitted, random_base, random_ids, refuses, rows_of
 
 
 def curve(config: OptimConfig, steps: int) -> list[float]:
@@ -163,6 +163,24 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
     assert 0.6 < float(values.min()) and float(values.max()) < 1.3  # Newton and Schulz stop early
     vector = (head.get_parameter("norm.weight") - before["norm.weight"]).detach()
     torch.testing.assert_close(vector.abs(), torch.full_like(vector, 0.01), rtol=1e-3, atol=0)
+
+
+@cases("shape", (24, 8), (8, 24), (8, 8))
+def test_muon_in_float32_is_that_of_torch(shape: tuple[int, int]) -> None:
+    """Three steps differ by the rounding of torch's bfloat16; states are exchangeable."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+    options: Any = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    stock, ours = torch.optim.Muon(parameters[:1], **options), Float32Muon(parameters[1:], **options)
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=generator)
+        for parameter, optimizer in zip(parameters, (stock, ours), strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved, expected = parameters[1].detach() - start, parameters[0].detach() - start
+    assert float((moved - expected).norm() / expected.norm()) < 0.02
+    ours.load_state_dict(stock.state_dict())
 
 
 # Rows are read one micro-batch ahead ----------------------------------------------------------------------------------
