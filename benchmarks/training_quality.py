@@ -2,6 +2,7 @@
 
     python benchmarks/training_quality.py benchmarks/studies/eagle3.yaml                    all rows, one seed
     python benchmarks/training_quality.py STUDY --rows recipe,muon --seeds 0,1,2 --steps 300
+    python benchmarks/training_quality.py benchmarks/studies/optimiser.yaml --recipe hydra_smollm2
     python benchmarks/training_quality.py STUDY --split test --json docs/results/eagle3.json
 
 A study is a YAML file: ``recipe``, ``settings`` of all rows, ``rows`` (a name, and its settings), ``suites`` (a name,
@@ -284,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train and judge what the record lacks, then print the tables."""
     options = parser(__doc__)
     options.add_argument("study", type=Path, help="YAML file of the rows")
+    options.add_argument("--recipe", help="recipe to train instead of the study's")
     options.add_argument("--rows", help="rows to train, separated by commas; default: all")
     options.add_argument("--seeds", default="0", help="seeds, separated by commas")
     options.add_argument("--steps", type=int, default=112, help="steps of the last phase")
@@ -297,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = options.parse_args(argv)
     at_least(arguments, 1, "steps", "threads")
     study = read_study(arguments.study)
-    arguments.out = arguments.out or ROOT / "outputs" / "studies" / arguments.study.stem
+    study["recipe"] = arguments.recipe or study["recipe"]
+    name = "-".join([arguments.study.stem, *([arguments.recipe] if arguments.recipe else [])])
+    arguments.out = arguments.out or ROOT / "outputs" / "studies" / name
     path = arguments.json or arguments.out / "record.json"
     names = listed("rows", arguments.rows or ",".join(study["rows"]), [*study["rows"]])
     record = read_json(path) if path.exists() else new_record("training_quality") | {"study": study, "runs": []}

@@ -108,7 +108,7 @@ class SuiteConfig:
     NAME may be a local folder. In a run, ``own:SUITE`` takes conversations of ``data.prompts`` or ``data.transcripts``
     that are not trained on. Without such data, or with fewer than 40 conversations, it is the suite SUITE."""
     limit: Positive | None = None
-    """Number of prompts, spread evenly over the suite's tasks. With null, all prompts."""
+    """Number of prompts, drawn by ``seed`` and spread evenly over the suite's tasks. With null, all prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
     """Largest number of tokens of an answer."""
     seed: Seed = 0

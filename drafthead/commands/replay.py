@@ -150,7 +150,7 @@ def main(config: ReplayConfig) -> None:
             rows.append(row_of(spec, nodes, simulated, boundaries=prompt_lengths(texts)))
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     print_rows(rows, title, texts, config, display)
-    if isinstance(head, DraftHead) and head.tree_costs is not None and config.draft_sampling == "top_k":
+    if isinstance(head, DraftHead) and head.tree_costs and config.draft_sampling == "top_k" and config.costs:
         print_calibration(base, head, texts, config, display)
     if original is not None:
         assert isinstance(head, DraftHead)
@@ -219,7 +219,9 @@ def print_kept(
         f"keeps {100 * ratio:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
     )
     gain = f"adapting it can win back about {100 * (1 / ratio - 1):.0f} %"
-    if high >= 1:
+    if low >= 1:
+        gain = "it loses nothing"
+    elif high >= 1:
         gain = "whether it loses anything is not certain; a larger limit tells"
     display.line(f"{gain}. Adapting also fits it to your prompts. What that costs:")
     recipe = "adapt_head_smollm2" if own.config.name == EMBEDDED else f"adapt_head base.name={own.config.name}"
@@ -297,7 +299,7 @@ def head_rows(
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree with its confidence threshold, drafted at every position"):
             table.append(own_row(base, head, texts, config.sampler, config.seed))
-    if head.tree_costs is not None and top_k:
+    if head.tree_costs is not None and top_k and config.costs:
         with display.stage("trees by cost, drafted at every position"):
             table.append(cost_row(base, head, texts, config.sampler, config.seed))
     return table

@@ -18,7 +18,11 @@ with the training, give the training data.states.serve=true instead.
 """
 
 import sys
-from dataclasses import field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from omegaconf import DictConfig
@@ -28,7 +32,7 @@ from drafthead.commands.command import command
 from drafthead.engines.server import LocalVllm, serve_vllm
 from drafthead.engines.vllm import proposer_arguments
 from drafthead.errors import UserError
-from drafthead.models.base.base_config import BaseConfig
+from drafthead.models.base.base_config import BaseConfig, save_merged
 from drafthead.models.base.parts import BaseParts
 from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.formats.format import vllm_options
@@ -82,9 +86,9 @@ def serve_head(config: ServeConfig) -> None:
         raise UserError(f"{what}; `drafthead generate` decodes with it")
     with display.stage(f"head {config.head}"):
         parts, head = load_parts_and_head(folder, config.base)
-    if not parts.config.has_whole_tensors:
-        what = f"vLLM cannot serve {parts.name} as drafthead loads it (random, GGUF or with an adapter)"
-        raise UserError(f"{what}; for an adapter, export with merged_base=true and serve with base=FOLDER/base")
+    if not replace(parts.config, adapter=None).has_whole_tensors:
+        what = f"vLLM cannot serve {parts.name} as drafthead loads it (random weights, or GGUF)"
+        raise UserError(f"{what}; give the base's folder of safetensors, base=FOLDER")
     expression = parse_drafter(config.drafter)
     trained = min(head.depth, head.config.trained_positions)
     drafts = config.drafts or max([trained, *(part.tokens for part in expression.walk())])
@@ -95,8 +99,22 @@ def serve_head(config: ServeConfig) -> None:
     if head.open(1).reads_all_states:
         arguments += ["--no-enable-prefix-caching"]  # the head would not see the cached part of a prompt
     options = [*vllm_options(parts), *arguments, *config.arguments]
-    server = LocalVllm(str(parts.config.folder()), options, variables, config.port, config.python)
-    serve_vllm(server, display, f"{parts.name} with {config.drafter}, up to {drafts} drafts: {server.url}/v1")
+    with _merged(parts.config, display) as base:
+        server = LocalVllm(str(base), options, variables, config.port, config.python)
+        serve_vllm(server, display, f"{parts.name} with {config.drafter}, up to {drafts} drafts: {server.url}/v1")
+
+
+@contextmanager
+def _merged(config: BaseConfig, display: Display) -> Iterator[Path]:
+    """Yield the folder of a base: its own or, because drafthead's code in vLLM needs whole weights, a temporary copy
+    with the adapter merged."""
+    if not config.adapter:
+        yield config.folder()
+        return
+    with TemporaryDirectory(prefix="drafthead-base-") as folder:
+        with display.stage(f"a temporary copy of the base with {config.adapter} merged, in {folder}"):
+            save_merged(config, Path(folder))
+        yield Path(folder)
 
 
 def _serve_states(cfg: DictConfig) -> None:

@@ -91,9 +91,11 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
                 served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
                 start = EngineStart(stack, name, settings, base, published, method, served.drafts)
                 for variant in variants(start.own) if not settings.load.requests else ("", PLAIN):
+                    how = {"": "with the head", PLAIN: "without the head"}.get(variant, f"drafting with {variant[1:]}")
+                    if not start.own.url:
+                        log(f"starting {name} {how}; on a CPU this takes minutes")
                     if (server := start.server(variant)) is None:
                         continue
-                    how = {"": "with the head", PLAIN: "without the head"}.get(variant, f"drafting with {variant[1:]}")
                     log(f"{server.name} answers {how} at {server.url}")
                     options = " ".join([*VLLM_OPTIONS, "1"]) if name == "vllm" and not start.own.url else ""
                     fact = {"engine": server.name, "version": server.version(), "dtype": start.dtype}

@@ -2,17 +2,20 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.engines.server import LocalVllm
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.lora import LoraBase
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from support import TINY, TinyBase, call_fails, random_base
+from support import TINY, TinyBase, call, call_fails, random_base
 
 
 def test_the_line_has_what_the_head_and_this_machine_need(
@@ -38,6 +41,25 @@ def test_the_line_has_what_the_head_and_this_machine_need(
         assert values["--model"] == str(folder) and values["--max-num-seqs"] == "4" and words[-2:] == ["--seed", "3"]
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in words and "--kv-cache-memory-bytes" in words
         assert ("--no-enable-prefix-caching" in words) == (name == "hydra_pp"), "only Hydra++ reads all states"
+
+
+def test_the_adapter_of_a_fine_tune_is_merged_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gets a folder with the fine-tune's weights, which is removed when it ends."""
+    random_base(TINY).stock().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    config = BaseConfig(name=str(tmp_path / "base"), dtype="float32")
+    LoraBase(BaseModel.load(config, "cpu"), ["q_proj"], r=2, lora_alpha=4, lora_dropout=0.0).save(tmp_path / "lora")
+    tuned = BaseModel.load(replace(config, adapter=str(tmp_path / "lora")), "cpu")
+    MedusaConfig().build(tuned).save_pretrained(tmp_path / "head")
+    served = list[Path]()
+
+    def look(server: LocalVllm, display: object, ready: str) -> None:
+        served.append(Path(shlex.split(server.command)[shlex.split(server.command).index("--model") + 1]))
+        assert BaseModel.load(replace(config, name=str(served[0])), "cpu").fingerprint in tuned.fingerprint
+
+    monkeypatch.setattr("drafthead.commands.serve.serve_vllm", look)
+    call("serve", f"head={tmp_path / 'head'}")
+    assert served and not served[0].exists()
 
 
 def test_what_vllm_cannot_serve_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
