@@ -270,8 +270,6 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
     for name, phase in run.phases.items():
-        if phase.optim.name == "muon" and run.shard.mode != "none":
-            raise UserError(f"phases.{name}.optim.name=muon needs shard.mode=none, not {run.shard.mode}; use adamw")
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:

@@ -76,7 +76,7 @@ def zero_floor() -> RunConfig:
     ("phases.distill.boost.floor", ..., False),  # absent: its default is 0.1
     ("init_from", ..., True),  # absent: its default is None
     ("init_from", "", False),
-    ("phases.distill.optim.name", ..., True),
+    ("phases.distill.optim.clip_norm", ..., True),
     ("phases.distill.rows_per_step", ..., False),
     ("data.answers.sources", ..., False),
     ("phases.distill.unknown", False, False),

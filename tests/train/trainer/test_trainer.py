@@ -32,7 +32,7 @@ from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.boost import boosted, load_first, target_weights
 from drafthead.train.trainer.checkpoint import load_latest
 from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeConfig, skip_reason
-from drafthead.train.trainer.optim import Float32Muon, OptimConfig, head_optimizers, lr_at
+from drafthead.train.trainer.optim import Muon, OptimConfig, head_optimizers, lr_at
 from drafthead.train.trainer.step import train_step
 from support import TinyBase, cases, composed, fitted, random_base, random_ids, refuses, rows_of
 
@@ -166,13 +166,13 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
 
 
 @cases("shape", (24, 8), (8, 24), (8, 8))
-def test_muon_in_float32_is_that_of_torch(shape: tuple[int, int]) -> None:
+def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
     """Three steps differ by the rounding of torch's bfloat16; states are exchangeable."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator)
     parameters = [nn.Parameter(start.clone()) for _ in range(2)]
     options: Any = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
-    stock, ours = torch.optim.Muon(parameters[:1], **options), Float32Muon(parameters[1:], **options)
+    stock, ours = torch.optim.Muon(parameters[:1], **options), Muon(parameters[1:], **options)
     for _ in range(3):
         gradient = torch.randn(shape, generator=generator)
         for parameter, optimizer in zip(parameters, (stock, ours), strict=True):
