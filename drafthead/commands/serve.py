@@ -109,7 +109,7 @@ def _merged(config: BaseConfig, display: Display) -> Iterator[Path]:
     """Yield the folder of a base: its own or, because drafthead's code in vLLM needs whole weights, a temporary copy
     with the adapter merged."""
     if not config.adapter:
-        yield config.folder()
+        yield Path(config.folder())
         return
     with TemporaryDirectory(prefix="drafthead-base-") as folder:
         with display.stage(f"a temporary copy of the base with {config.adapter} merged, in {folder}"):
