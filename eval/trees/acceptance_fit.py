@@ -75,17 +75,17 @@ def candidate_fates(
     """Return the fates of a drafter's ``width`` likeliest candidates at all positions of ``texts``, the base's own
     answers under ``sampler``; None if it drafts nothing. Drafters without distributions, such as prompt lookup, have
     one candidate."""
-    found, starts, first = list[Fate](), list[tuple[int, int]](), 0
+    fates, starts, first = list[Fate](), list[tuple[int, int]](), 0
     follow = _candidates if isinstance(drafter, StepwiseDrafter) else _copies
     for batch, base_hidden in batches(base, drafter, texts, sampler, ROWS):
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
             here = follow(drafter, session, last, [batch[row] for row in rows], t, width)
-            found += here
+            fates += here
             starts += [(first + rows[fate.row], t) for fate in here]
         first += len(batch)
-    if not found:
+    if not fates:
         return None
-    _, likelihoods, tokens, accepted, depths = map(np.array, zip(*found, strict=True))
+    _, likelihoods, tokens, accepted, depths = map(np.array, zip(*fates, strict=True))
     return Fates(likelihoods, accepted, depths, np.array(starts), tokens)
 
 

@@ -95,8 +95,9 @@ class Muon(torch.optim.Muon):
                     update = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
                 else:
                     update = _orthogonalised(update, group)
+                # As large as updates of AdamW (2502.16982).
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)  # as large as AdamW's
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
 
 def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
@@ -131,8 +132,7 @@ def head_optimizers(head: DraftHead, config: OptimConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = []
     if muon_groups:
         matrices, momentum = _torch_groups(muon_groups, config), config.momentum
-        # The size of AdamW's updates (2502.16982).
-        optimizers.append(Muon(matrices, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(matrices, lr=config.lr, momentum=momentum))
     if adamw_groups:
         # torch's multi-tensor operations cannot mix sharded and whole parameters.
         mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())
