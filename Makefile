@@ -75,6 +75,7 @@ check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fas
 	$(BIN)/ruff format --check .
 	@$(ONE_FOLDER)
 	cd $(PACKAGE)/.. && ../../$(BIN)/mypy --config-file ../../pyproject.toml
+	cd $(PACKAGE)/.. && ../../$(BIN)/mypy --config-file ../../pyproject.toml ../../benchmarks/*.py
 	$(BIN)/codespell
 	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory test

@@ -4,10 +4,9 @@
     python benchmarks/adapt_head.py --heads eagle3_smollm2_vllm=outputs/eagle3/head,medusa_smollm2=outputs/medusa/head
 
 --heads names recipes, each with a head that it trained for SmolLM2. Every fine-tune answers its own prompts once; a
-head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them: with its
-own draft vocabulary and, for the largest number, also with more ids. Another head is trained anew by its recipe on that
-number, for as many steps. All heads are judged by the mean accepted length (tau) of a chain and of the best tree of six
-nodes, simulated on greedy answers to prompts that no head saw:
+head is adapted to several numbers of these answers by `recipe=adapt_head_smollm2`, with two passes over them. Another
+head is trained anew by its recipe on the largest number, for as many steps. All heads are judged by the mean accepted
+length (tau) of a chain and of the best tree of six nodes, simulated on greedy answers to prompts that no head saw:
 
     fine-tune    the fine-tune's answers to its test prompts
     original     the original base's answers to the same prompts, drafted for the original base
@@ -17,7 +16,6 @@ Ratios are paired over answers, with a 95 % interval. The record is written afte
 continues after an interruption.
 """
 
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,20 +134,12 @@ def rows(
     if not (corpora / "answers" / "complete.json").exists():
         command = [f"init_from={head}", *common, "stages=[corpora]"]
         train(arguments.out / tune.name / "corpus", "adapt_head_smollm2", command, arguments.threads)
-    trainings = [
-        (f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}", "extend_vocabulary=false"], n)
-        for n in arguments.sizes
-    ]
-    most = max(arguments.sizes)
-    more_ids = [f"init_from={head}", "extend_vocabulary=true"]
-    trainings.append((f"adapted, more ids, {most:,} answers", "adapt_head_smollm2", more_ids, most))
-    trainings.append(("anew", recipe, ["~phases.pretrain"], most))
-    for name, used, own, answers in trainings:
+    adapted = [(f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}"], n) for n in arguments.sizes]
+    for name, used, own, answers in [*adapted, ("anew", recipe, ["~phases.pretrain"], max(arguments.sizes))]:
         if name in done:
             continue
         tokens, steps = sizes(corpora, answers)
-        kind = "anew" if name == "anew" else f"{answers}-ids" if "more ids" in name else f"{answers}"
-        out = arguments.out / tune.name / f"{recipe}-{kind}"
+        out = arguments.out / tune.name / f"{recipe}-{'anew' if name == 'anew' else answers}"
         limits = [f"phases.distill.max_tokens={tokens}", f"phases.distill.steps={steps}"]
         cost = train(out, used, [*own, *common, *limits, *arguments.set], arguments.threads)
         yield name, {"answers": answers, "answer_tokens": tokens, "steps": steps, "cost": cost}, out / "head"
@@ -157,14 +147,14 @@ def rows(
 
 def table(record: Mapping[str, Any], kind: str) -> list[dict[str, object]]:
     """Return a line per head: tau and, for a fine-tune's answers, the ratio to the original head."""
-    lines, firsts = [], {}
+    lines, firsts = list[dict[str, object]](), dict[tuple[str, str], Any]()
     for run in record["runs"]:
         first = firsts.setdefault((run["fine_tune"], run["recipe"]), run)
         line: dict[str, object] = {"base": run["fine_tune"], "head": run["recipe"], "trained": run["row"]}
         for name in SETS:
             line[name] = f"{tau(run['judged'][name][kind]):.3f}"
-        pair = [np.array(of["judged"]["fine-tune"][kind])[None] for of in (run, first)]
-        line["ratio on the fine-tune"] = "" if run is first else "{:.3f} ({:.3f}-{:.3f})".format(*ratio(*pair))
+        own, original = (np.array(of["judged"]["fine-tune"][kind])[None] for of in (run, first))
+        line["ratio on the fine-tune"] = "" if run is first else "{:.3f} ({:.3f}-{:.3f})".format(*ratio(own, original))
         line["CPU s"] = f"{run['cost']['cpu_s']:.0f}" if "cost" in run else ""
         lines.append(line)
     return lines
@@ -183,11 +173,9 @@ def figure(record: Mapping[str, Any], kind: str = "chain") -> Figure:
         for recipe, colour in zip(recipes, ("#2f81f7", "#d4770c", "#8c96a3"), strict=False):
             runs = [run for run in record["runs"] if (run["fine_tune"], run["recipe"]) == (name, recipe)]
             lengths = {run["row"]: tau(run["judged"]["fine-tune"][kind]) for run in runs}
-            adapted = [(run["answers"], lengths[run["row"]]) for run in runs if re.match("adapted, [0-9]", run["row"])]
+            adapted = [(run["answers"], lengths[run["row"]]) for run in runs if run["row"].startswith("adapted")]
             if adapted:
                 axes.plot(*zip(*adapted, strict=True), "o-", color=colour, label=f"{recipe}, adapted")
-            if more := [length for row, length in lengths.items() if "more ids" in row]:
-                axes.plot(largest, more[-1], "D", color=colour, label=f"{recipe}, adapted with more draft ids")
             axes.axhline(lengths["original head"], color=colour, linestyle=":", label=f"{recipe}, as it was")
             if "anew" in lengths:
                 axes.plot(largest, lengths["anew"], "x", color=colour, label=f"{recipe}, trained anew, equal steps")

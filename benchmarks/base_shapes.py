@@ -152,7 +152,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granitemoeshared": shape("granitemoeshared", EXPERTS, GRANITE, shared_intermediate_size=32),
     "granitemoehybrid_attention": shape(
         *("granitemoehybrid", EXPERTS, GRANITE, {"shared_intermediate_size": 32}),
-        **{"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
+        layer_types=["attention"] * 4,
+        position_embedding_type="rope",
     ),
     "dots1": shape("dots1", EXPERTS, num_key_value_heads=4),
     "hunyuan_moe": shape("hunyuan_v1_moe", EXPERTS),

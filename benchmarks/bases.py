@@ -251,7 +251,7 @@ class Comparison:
 def _check_loss(head: DraftHead, prompt: list[int]) -> None:
     half = len(prompt) // 2
     row = TrainBatch.of([prompt[:half], prompt[half:]])
-    out = head.train().loss(row, head.base.hidden_states(row, head.spec), LossConfig())
+    out = head.train().loss(row, head.base_model.hidden_states(row, head.spec), LossConfig())
     torch.autograd.backward(out.loss_sum / out.tokens)
     if not bool(out.loss_sum.isfinite()):
         raise AssertionError("its loss is not finite")
@@ -343,8 +343,8 @@ def tables(outcomes: dict[str, Outcome]) -> str:
             bound = f"context bound to {o.context}" if o.context < text["max_position_embeddings"] else ""
             missing = ", ".join(head for head, why in o.heads.items() if why)
             wrong = "" if o.passes else f" **wrong** {o.raised or ', '.join(o.wrong)}"
-            cells = (f"{name}{wrong}", f"`{o.family}`", "yes" if min(windows) < whole else bound)
-            cells += (f"all but {missing}" if missing else "all", AFTER.get(name, ""))
+            cells = [f"{name}{wrong}", f"`{o.family}`", "yes" if min(windows) < whole else bound]
+            cells += [f"all but {missing}" if missing else "all", AFTER.get(name, "")]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| refused | message |", "|---|---|"]
     lines += [f"| {name} | {o.refused} |" for name, o in sorted(outcomes.items()) if o.refused]

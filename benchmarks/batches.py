@@ -46,7 +46,7 @@ def tokens_per_second(decoders: dict[str, Decoder], batches: list[list[list[int]
 
 def measure(head: DraftHead, ranks: list[Any], prompts: list[list[int]], rows: int, new: int) -> dict[str, Any]:
     """Measure batches of ``rows`` prompts; ``ranks`` of the dev half's true tokens choose the tree."""
-    base, steps = head.base, []
+    base, steps = head.base_model, []
     costs = measure_costs(base, head, repeats=5, sizes=[n for n in SIZES if n * rows <= 256], rows=rows)
     calibration = calibrate(ranks, costs)
     pays = calibration.expected_speedup > 1

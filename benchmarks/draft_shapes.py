@@ -153,7 +153,7 @@ def measure_speeds(
     }
     for row in rows:
         chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"]))
-        options = {"max_new_tokens": new, "draft_config": chain, "batch_size": 1}
+        options: dict[str, Any] = {"max_new_tokens": new, "draft_config": chain, "batch_size": 1}
         decoders[row["name"]] = partial(decode_batch, base, heads[row["name"]], **options)
     timed = run_interleaved(
         prompts, lambda prompt, _: list(prompt.input_ids or ()), decoders, None, 0, lambda done, total: None

@@ -139,7 +139,7 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     None on a GPU of unknown bandwidth.
     """
     head = head_of(overrides)
-    base, costs = head.base, measure_costs(head.base, head, context)
+    base, costs = head.base_model, measure_costs(head.base_model, head, context)
     size_read = sum(p.numel() * p.element_size() for p in base.model.parameters())
     if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
         size_read -= base.embedding.numel() * base.embedding.element_size()
@@ -176,7 +176,7 @@ def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
 def profiled(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the milliseconds of the ten slowest operations of torch, by name, in "decoding" and in "training"."""
     head = head_of(overrides)
-    base = head.base
+    base = head.base_model
     ids = [n % base.vocab_size for n in range(512)]
     work: dict[str, Callable[[], object]] = {
         "decoding": partial(decode, base, head, ids[:64], max_new_tokens=32, ignore_eos=True),

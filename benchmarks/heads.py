@@ -101,7 +101,7 @@ class Record:
     def open(cls, path: Path, settings: dict[str, Any]) -> "Record":
         """Continue the record in a file, or begin one."""
         if not path.exists():
-            nothing = {"precision": None, "reference_s": None, "heads": {}, "lookup": None, "runs": []}
+            nothing: dict[str, Any] = {"precision": None, "reference_s": None, "heads": {}, "lookup": None, "runs": []}
             return cls(path, new_record("heads") | {"settings": settings} | nothing)
         content = read_json(path)
         if changed := [name for name, value in settings.items() if content["settings"].get(name) != value]:
@@ -148,7 +148,7 @@ class Reference:
         started = process_time()
         for _ in range(3):
             logits = (self.states @ self.weight.T).float()
-            logits.log_softmax(-1)[:, 0].sum().backward()
+            torch.autograd.backward(logits.log_softmax(-1)[:, 0].sum())
         self.seconds.append(process_time() - started)
         return self.seconds[-1]
 

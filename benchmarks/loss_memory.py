@@ -58,13 +58,13 @@ def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Labels, confi
     """
     assert targets.target_lm_head is not None and targets.target_hidden is not None
     probs = targets.target_lm_head.logits(targets.target_hidden).float().softmax(-1)
-    total = 0.0
+    total, weights = 0.0, config.weights_of(len(heads))
     for k, head in enumerate(heads):
         logits = head.logits(hidden[k]).float()
         ce = F.cross_entropy(logits, targets.ids, reduction="sum")
         kl = F.kl_div(logits.log_softmax(-1), probs, reduction="sum")
-        loss = config.decay ** (k + 1) * (config.ce * ce + config.kl * kl)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = weights[k] * (config.ce * ce + config.kl * kl)
+        torch.autograd.backward(loss)
         total += float(loss.detach())
     return total
 

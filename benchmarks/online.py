@@ -66,7 +66,7 @@ def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Answ
 
 def with_states(head: DraftHead, answers: Sequence[Answer]) -> Stream:
     """Return the answers with the base's hidden states; one pass each serves all curves."""
-    return [(answer, read_hidden_states(head.base, head, answer)) for answer in answers]
+    return [(answer, read_hidden_states(head.base_model, head, answer)) for answer in answers]
 
 
 def train(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from common import at_least, entry_point, new_record, parser, print_table
@@ -38,7 +38,8 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base
 from drafthead.models.token_tree import TokenTree
 
-Config, Tensors = dict[str, Any], dict[str, Tensor]
+Config: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = dict[str, Tensor]
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TOLERANCE = 0.02
 """Largest accepted deviation of tau and of the share of steps that accept a draft, as ``engine.tolerance``."""
@@ -193,9 +194,10 @@ def fitted_head(base: BaseModel, answers: Sequence[list[int]]) -> Eagle3Head:
     others = (token for token in range(40, 4096) if token not in used)
     ids = torch.tensor(sorted([*used, *islice(others, 1024 - len(used))]))
     torch.manual_seed(0)
-    sizes = {"num_draft_tokens": 3, "ttt_steps": 3, "draft_vocab_size": 1024}
     # Drafts in float32, as an engine's: ``auto`` may draft in int8 on this CPU.
-    head = Eagle3Config(**sizes, own_lm_head=False, draft_dtype=None).build(base, ids)
+    config = Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=1024, own_lm_head=False, draft_dtype=None)
+    head = config.build(base, ids)
+    assert isinstance(head, Eagle3Head)
     return fitted(head, TrainBatch.of(answers, 0, 0), STEPS, lr=2e-3)
 
 

@@ -39,7 +39,7 @@ def base_settings(target: str, out: Path) -> list[str]:
     folder, name = (out / target).resolve(), f"{target}.gguf"
     if not (folder / name).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_base(BaseModel.load(BaseConfig(name=EMBEDDED, dtype=FLOAT32)), folder / "new", target)
+        write_base(BaseModel.load(BaseConfig(name=EMBEDDED, dtype="float32")), folder / "new", target)
         (folder / "new").rename(folder / name)
     tokenizer = BaseConfig(name=EMBEDDED).folder()
     return [f"base.name={folder}", f"base.gguf_file={name}", f"base.tokenizer={tokenizer}", f"base.dtype={FLOAT32}"]
@@ -85,8 +85,10 @@ def lines(record: dict[str, Any], kind: str) -> list[dict[str, object]]:
             line[f"tau, {OF_TARGET}"] = f"{tau(own[texts][kind]):.3f}"
             other = run["judged"].get(OF_FLOAT32)
             line[f"tau, {OF_FLOAT32}"] = f"{tau(other[texts][kind]):.3f}" if other else ""
-            pair = [np.array([judged[texts][kind]]) for judged in (own, other)] if other else []
-            line["target / float32 (95 %)"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(*pair)) if pair else ""
+            line["target / float32 (95 %)"] = ""
+            if other:
+                steps, steps_float32 = (np.array([judged[texts][kind]]) for judged in (own, other))
+                line["target / float32 (95 %)"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(steps, steps_float32))
             rows.append(line)
     return rows
 

@@ -56,7 +56,8 @@ def main(given: Sequence[str] | None = None) -> None:
         row: dict[str, Any] = {"base": name, "recurrent layers": sum(map(bool, base.cache_shape.states))}
         row |= {f"{n} nodes, ms": round(1000 * costs.verify[n], 1) for n in SIZES}
         row |= {f"{n} / 1": round(costs.verify[n] / costs.verify[1], 2) for n in SIZES[1:]}
-        rows.append(row | {"other processes, cores": round(costs.other_processes_cores, 2)})
+        others = costs.other_processes_cores
+        rows.append(row | {"other processes, cores": None if others is None else round(others, 2)})
         print_table("verification", rows[-1:])
         del base
         gc.collect()

@@ -170,7 +170,9 @@ def write_corpus(run: RunConfig, base: str, folder: Path, python: str, script: s
         row = json.dumps({"input_ids": answer.input_ids.tolist(), "loss_mask": mask})
         lines[is_held_out(answer.prompt_number)].append(row)
     parts = load_parts(run.base.name)
-    ids = draft_vocabulary(store.token_counts(parts.vocab_size), run.head_config().draft_vocab_size, parts.eos_ids)
+    ids = draft_vocabulary(
+        store.token_counts(parts.vocab_size), run.head_config().draft_vocab_size or parts.vocab_size, parts.eos_ids
+    )
     marks = np.zeros(parts.vocab_size, dtype=np.bool_)
     marks[ids] = True
     np.save(folder / "d2t.npy", ids - np.arange(len(ids)))  # offsets
@@ -270,8 +272,8 @@ def table(record: Mapping[str, Any], kind: str, split: str) -> list[dict[str, ob
             spread = f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else ""
             line[f"{what}, tau"] = f"{mean(values):.3f}{spread}"
             if by_seed is not first and common:
-                pair = [np.array([of[s]["judged"][split][what][kind] for s in common]) for of in (by_seed, first)]
-                line[f"{what}, ratio"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(*pair))
+                own, other = (np.array([of[s]["judged"][split][what][kind] for s in common]) for of in (by_seed, first))
+                line[f"{what}, ratio"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(own, other))
             else:
                 line[f"{what}, ratio"] = ""
         for column, key, digits in (("CPU s", "cpu_s", 0), ("GiB", "peak_gib", 1)):

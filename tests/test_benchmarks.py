@@ -262,6 +262,7 @@ def test_a_checklist_survives_faults_and_resumes(script: Load, tmp_path: Path) -
     assert rows[1]["skipped"] == "needs a GPU" and rows[2]["error"].startswith("RuntimeError: no kernel")
 
 
+@pytest.mark.slow
 def test_a_decoding_step_has_shares(script: Load) -> None:
     result = script("gpu_checklist").passes(["recipe=medusa_smollm2", "debug=tiny"], 100)
     assert 0 < result["draft_share"] < 1 and 0 < result["loop_share"] < 1

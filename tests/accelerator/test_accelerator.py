@@ -13,9 +13,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(simulated.unavailable() is not None, reason=simulated.unavailable() or "")
-@pytest.mark.parametrize(
-    "chosen", ["medusa or eagle3 or draft_lm or planted", pytest.param("", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("chosen", ["medusa or planted", pytest.param("", marks=pytest.mark.slow)])
 def test_fast_cases_on_the_simulated_accelerator(chosen: str) -> None:
     path = os.pathsep.join(map(str, (FOLDER.parents[1], FOLDER.parent)))
     options = ["-q", "-m", "not slow", "-k", chosen, "-p", "no:cacheprovider", "-p", "accelerator.simulated"]

@@ -101,6 +101,7 @@ def test_the_ratio_of_lengths_is_paired() -> None:
     assert length_ratio(first, first) == (1.0, (1.0, 1.0))
 
 
+@pytest.mark.slow
 def test_a_head_is_adapted_to_a_fine_tune(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(60)))

@@ -59,6 +59,7 @@ def test_a_list_of_engines_needs_no_torch() -> None:
 # The page about a machine ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1 parts of the page failed"):
         call("doctor", "train=[recipe=medusa_smollm2,debug=tiny]", "recipes=[medusa_smollm2,nowhere]")

@@ -82,6 +82,7 @@ def test_settings_that_no_command_applies_are_named(
         assert "not applied, of the base's generation_config.json: num_beams=3, guidance_scale=1.5" in shown
 
 
+@pytest.mark.slow
 def test_trees_by_cost_are_named_in_both_commands(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,12 @@ class Runner:
                 self.step(sizes)
 
 
-@cases("kind", "medusa_induction", "eagle3", "hydra_pp", "dspark")
+@cases(
+    "kind",
+    "medusa_induction",
+    "hydra_pp",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "dspark")),
+)
 def test_texts_and_acceptance_are_those_of_our_chain(saved: tuple[BaseModel, Path], tmp_path: Path, kind: str) -> None:
     base, folder = saved
     prompts = {"a": random_ids(9, 1), "b": random_ids(14, 2), "c": random_ids(30, 3)}

@@ -36,6 +36,7 @@ def evaluation_with(speedups: dict[str, tuple[float, float | None]]) -> dict[str
     return evaluation_of(overall | {"methods": methods})
 
 
+@pytest.mark.slow
 def test_every_combination_is_decoded_once(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     folders = [saved_head(base, tmp_path / f"exit{n}" / "head", n) for n in (1, 2)]

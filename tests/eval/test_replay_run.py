@@ -72,6 +72,7 @@ def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> N
         base_answers(base, SuiteConfig(suite=str(suite), max_new_tokens=base.max_context - 1))
 
 
+@pytest.mark.slow
 def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny_base()
     texts = [Answer.of([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
@@ -95,6 +96,7 @@ def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pyte
     call_fails(r"chain=\[1, 4\].* 2 positions", "replay", *settings, "chain=[1,4]")
 
 
+@pytest.mark.slow
 def test_any_drafters_are_simulated_on_the_same_texts(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_corpus_is_replayed(tmp_path: Path) -> None:
     assert [a.ids for a in read_texts(tmp_path / "corpus" / "answers", 1)] == [[1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_acceptance_by_context_length(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

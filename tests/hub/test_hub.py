@@ -272,6 +272,7 @@ def test_without_a_token_nothing_is_begun(hub: Any, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists() and not (tmp_path / "corpora").exists()
 
 
+@pytest.mark.slow
 def test_the_next_start_pushes_after_a_hub_was_down(hub: Any, slept: list[float], tmp_path: Path) -> None:
     hub.fail("/commit/", times=4)
     refuses(r"drafthead push head=\S+/run/head", train, tmp_path)

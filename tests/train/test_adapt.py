@@ -79,7 +79,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("hydra++", "dr
 
 
 @pytest.mark.parametrize("name", ["hydra", *OTHERS])
-@pytest.mark.parametrize("positions", ["rejected", "all"])
+@pytest.mark.parametrize("positions", ["rejected", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_head_learns_its_stream(tiny_base: TinyBase, name: str, positions: str) -> None:
     head = make_heads(tiny_base)[name]
     before = {key: value.clone() for key, value in head.state_dict().items()}
@@ -114,6 +114,7 @@ def test_only_rejected_positions_are_trained(tiny_base: TinyBase) -> None:
     assert changed == {"1"}, "blocks.1 drafts position 2"
 
 
+@pytest.mark.slow
 def test_sampled_answers_stay_exact(tiny_base: TinyBase) -> None:
     """Drafts are sampled, and their distributions change over the stream."""
     head = hydra(tiny_base)

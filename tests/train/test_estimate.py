@@ -181,9 +181,8 @@ def test_disk() -> None:
 # Hours -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["eagle3_llama3", "hydra_pp_vicuna_7b", pytest.param("dspark_qwen3_8b", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3_llama3", "hydra_pp_vicuna_7b", "dspark_qwen3_8b"])
 def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square(name: str) -> None:
     """One document fills the row; masks of all pairs of tokens would add what ``mode=estimate`` says."""
     lengths, plans = (2048, 4096, 8192), []
@@ -219,6 +218,7 @@ def test_hours_by_arithmetic_and_the_steps_that_fit() -> None:
     assert hours.steps_that_fit(seconds["answers"] / 3600, seconds, plan) == 0
 
 
+@pytest.mark.slow
 def test_an_estimate_of_servers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and times of a 70B base are those of arithmetic, and nothing is loaded."""
     run = recipe("recipe=eagle3_llama3_70b", "mode=estimate")
@@ -240,6 +240,7 @@ def test_an_estimate_of_servers(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "before: hidden states" not in printed, "this machine does not compute them"
 
 
+@pytest.mark.slow
 def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("phases.pretrain.seq_len=64", "data.answers.max_prompt_tokens=32", "phases.distill.seq_len=64")
     tiny = ("recipe=medusa_smollm2", *TINY, "base.dtype=auto", *lengths, "mode=estimate", "hours=2")

@@ -31,7 +31,9 @@ def test_golden_losses(tmp_path: Path, head: str) -> None:
 
 @cases(
     "recipe, options, stops",
-    ("medusa2_smollm2", JOINT, (6, 9)),  # before the phase that trains the base, and in its midst
+    pytest.param(
+        "medusa2_smollm2", JOINT, (6, 9), marks=pytest.mark.slow
+    ),  # before the phase that trains the base, and in its midst
     ("medusa_smollm2", (*STREAM, "phases.pretrain.optim.name=muon"), (3, 12)),
     pytest.param("mlp_speculator_smollm2", (), (12,), marks=pytest.mark.slow),
     ids=["medusa2", "stream and muon", "mlp_speculator"],

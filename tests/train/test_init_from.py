@@ -25,6 +25,7 @@ def test_few_answers_have_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"draft_vocab_size=300, but the answers have only \d+ different tokens", output)
 
 
+@pytest.mark.slow
 def test_training_continues(with_medusa_corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = train(with_medusa_corpora)
     init = (f"init_from={first / 'head'}", f"init_data={with_medusa_corpora / 'corpora'}")

@@ -36,6 +36,7 @@ def train(folder: Path, *overrides: str) -> Path:
 TOO_FAST = ("phases.joint.optim.lr=0.05", "checkpoint.final=last")  # the best weights may precede the joint phase
 
 
+@pytest.mark.slow
 def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     limit, message = "quality_limits.min_greedy_match_rate=1.0", "more than quality_limits allow: .*match rate on text"
     refuses(message, train, tmp_path, limit, *TOO_FAST)

@@ -263,6 +263,7 @@ def test_validation_and_saving_do_not_count_as_training_time(finished: Path, mon
     assert max(row["step_ms"] for row in read_json_lines(run / "metrics.jsonl") if "step_ms" in row) < 1000
 
 
+@pytest.mark.slow
 def test_each_stage_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stage reads the files of earlier stages; without them, the error names the missing stage."""
     config, resolved = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *SHORT)

@@ -55,6 +55,7 @@ def at(engine: StandIn) -> tuple[str, ...]:
     return (*SETTINGS, TRAINED, f"data.states.url={engine.server.url}", f"data.states.folder={engine.folder}")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_server_equals_a_run_with_the_base(engine: StandIn, tmp_path: Path) -> None:
     """Stored states are rounded to 16 bits in both; those that are not stored are not."""
     run_pipeline(*composed(tmp_path / "own", *SETTINGS, TRAINED))
@@ -69,6 +70,7 @@ def test_a_run_from_a_server_equals_a_run_with_the_base(engine: StandIn, tmp_pat
     assert not [*engine.folder.rglob("*.safetensors")]
 
 
+@pytest.mark.slow
 def test_text_that_is_streamed(engine: StandIn, tmp_path: Path) -> None:
     streamed = ("data.text.stream=true", "phases.pretrain.store_hidden_states=false")
     run_pipeline(*composed(tmp_path / "own", *SETTINGS, TRAINED, *streamed))
@@ -146,6 +148,7 @@ def test_a_head_is_exported_without_the_layers_of_its_base(
     call_fails(refuses_layers, "export", head, "to=medusa", f"out={tmp_path / 'x'}", "stored_states=true")
 
 
+@pytest.mark.slow
 def test_training_continues_without_the_layers(engine: StandIn, tmp_path: Path) -> None:
     run_pipeline(*composed(tmp_path / "first", *at(engine)))
     init = (f"init_from={tmp_path / 'first/run/head'}", f"init_data={tmp_path / 'first/corpora'}", TRAINED)

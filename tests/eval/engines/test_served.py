@@ -100,6 +100,7 @@ def served(base: BaseModel, folder: Path, *, spec: Any, plain: Any) -> dict[str,
     return evaluate(base, trained(base), config, folder, Said())
 
 
+@pytest.mark.slow
 def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     evaluation = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
@@ -141,6 +142,7 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
     return served_as_trained(base, engines, timed, equalities, config)["vllm"]
 
 
+@pytest.mark.slow
 def test_other_ways_to_draft_get_a_line(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
@@ -163,6 +165,7 @@ def test_other_ways_to_draft_get_a_line(tiny_base: TinyBase, tmp_path: Path, fak
     refuses("compare needs engines=.vllm. without an address", evaluate, base, trained(base), config, tmp_path, Said())
 
 
+@pytest.mark.slow
 def test_load_is_measured_and_resumes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
@@ -335,6 +338,7 @@ def test_a_server_of_another_kind(kind: type[EngineServer], sent: Any, monkeypat
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])

@@ -142,6 +142,7 @@ def test_masks_sample_the_local_projection_of_a_grammar() -> None:
     assert certify.check(replace(case, target=case.conditional)).result == "FAILED"
 
 
+@pytest.mark.slow
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     call("certify", "only=chain 1", f"json={tmp_path / 'rows.json'}")
@@ -208,7 +209,7 @@ def test_samplers_of_the_page(
         assert output in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rules_without_torch(length: int) -> None:
     assert max(distances(leviathan, length)[0]) < 1e-12
     total, outcomes = distances(without_residual, length, probs=(TARGET, DRAFT))

@@ -308,6 +308,7 @@ def test_accepted_drafts_are_coloured_beside_the_plain_answer(tiny_base: TinyBas
     assert f"{len(accepted)} of 24 tokens are accepted drafts" in shown and f"{1 + len(drafted.steps)} passes" in shown
 
 
+@pytest.mark.slow
 def test_an_evaluation_as_a_user_types_it(
     tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,6 +320,7 @@ def test_an_evaluation_as_a_user_types_it(
     assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/acceptance.png"))
 
 
+@pytest.mark.slow
 def test_results_with_other_settings_are_kept(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) ->
     return evaluate(base, drafter, config, folder, Said())["resumed"]
 
 
+@pytest.mark.slow
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
     base, baseline = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
     head = MedusaConfig(num_draft_tokens=1).build(base)
@@ -95,6 +96,7 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     assert alone.tokens == joined.tokens and compared["head"].composition != compared["speculative"].composition
 
 
+@pytest.mark.slow
 def test_answers_of_a_batch_share_its_time(tiny_base: TinyBase, tmp_path: Path) -> None:
     """With fewer rows than prompts, texts are those of single prompts, and times add up to the time of all."""
     base, alone = tiny_base(), replace(CONFIG, stock_baseline=False, max_new_tokens=24)
@@ -175,6 +177,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     )
 
 
+@pytest.mark.slow
 def test_predictions_use_the_tasks_and_the_seed_of_the_evaluation(tiny_base: TinyBase) -> None:
     base = tiny_base()
     config = replace(CONFIG, suite="spec_bench_like", split="test", tasks=["math"], seed=3, max_new_tokens=4)

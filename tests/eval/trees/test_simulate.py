@@ -165,7 +165,7 @@ CASES = {  # test_simulate.py enumerates the others
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["deterministic", pytest.param("block", marks=pytest.mark.slow)])
 def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) -> None:
     """Decoding's own texts, simulated: what is left is the chance of acceptance, and it averages out."""
     draft_sampling, tree, name = CASES[case]
@@ -188,6 +188,7 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
         assert 0 < abs(expected.sum() - steps.sum()) < 4 * error
 
 
+@pytest.mark.slow
 def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> None:
     head, chain = fitted(base), DraftConfig(tree=TokenTree.chain(3))
     for prompt, new in product([*PROMPTS, [7]], (2, 3, 30)):

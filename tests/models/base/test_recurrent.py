@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +40,7 @@ TREE = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6, 8)
 """Parents of 12 nodes; the longest path has 5."""
 
 
-@lru_cache(maxsize=3)
+@cache
 def built(name: str, faster_decay: float = 1.0) -> tuple[BaseModel, Any]:
     """Return a tiny random base whose decays, time steps and convolutions matter, and its stock model."""
     from base_shapes import SHAPES  # on the path by the fixture ``script``
@@ -59,7 +59,7 @@ def built(name: str, faster_decay: float = 1.0) -> tuple[BaseModel, Any]:
     return base, base.stock()
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "zamba2" else name for name in FAMILIES])
 def pair(request: pytest.FixtureRequest, script: Script) -> tuple[BaseModel, Any]:
     return built(request.param)
 

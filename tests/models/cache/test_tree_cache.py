@@ -229,5 +229,5 @@ def padded(paths: list[list[int]], width: int) -> Tensor:
     return torch.tensor([path + [0] * (width - len(path)) for path in paths], dtype=torch.int64)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestCache = CacheMachine.TestCase

@@ -89,9 +89,9 @@ def second_turn(answers: list[list[int]]) -> list[int]:
 @cases(
     "name, kind",
     *(pytest.param(name, "the target itself", marks=SLOW if name in NAMES[1:] else ()) for name in NAMES),
-    *(pytest.param(name, "lookup", marks=() if name == "gemma4" else SLOW) for name in NAMES),
+    *(pytest.param(name, "lookup", marks=SLOW) for name in NAMES),
     ("gemma3_text", "medusa"),
-    ("gemma3_text", "kangaroo"),
+    pytest.param("gemma3_text", "kangaroo", marks=SLOW),
     pytest.param("mistral", "kangaroo", marks=SLOW),
     pytest.param("gemma3_text", "kangaroo, dynamic", marks=SLOW),
 )

@@ -121,6 +121,7 @@ def test_there_and_back(kind: str, own_prefix: bool, script: Script, tmp_path: P
         torch.testing.assert_close(again.state_dict()[key], tensor, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.slow
 def test_the_way_in_which_states_are_read_is_measured(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

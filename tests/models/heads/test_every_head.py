@@ -344,7 +344,7 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     assert head.inference() is packed and head.to("cpu").inference() is not packed
 
 
-@pytest.mark.parametrize("kind", cases_of((), SAMPLED, fast=("mlp", "dspark")))
+@pytest.mark.parametrize("kind", cases_of((), SAMPLED, fast=("mlp",)))
 def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     """Trees of nodes sampled without replacement, in a batch of two prompts: chi-square over all answers."""
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3

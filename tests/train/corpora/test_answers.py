@@ -89,7 +89,7 @@ def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> 
     return [results[rank] for rank in range(len(waits))]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int) -> None:
     """To the bit, hidden states too."""
     barrier = threading.Barrier(size)
@@ -98,6 +98,7 @@ def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int)
     assert together(base, tmp_path / "several", [lambda: barrier.wait(60) and None] * size) == [expected] * size
 
 
+@pytest.mark.slow
 def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp_path: Path) -> None:
     """The second process continues after the first meeting only if the first one has written, or waits for it."""
     barrier, expected = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
@@ -123,6 +124,7 @@ def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> N
         make(base, CONFIG, tmp_path / "of the first", ProcessGroup(0, 2))
 
 
+@pytest.mark.slow
 def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
     """The second process of two never answers; its blocks are what a later start makes."""
     expected = rows_of(make(base, CONFIG, tmp_path / "whole"))
@@ -160,7 +162,7 @@ def test_a_server_answers_as_we_do(base: BaseModel, completions_server: Callable
         make(base, without_url, tmp_path / "server")
 
 
-@pytest.mark.parametrize("dialect", ["ids", "text"])
+@pytest.mark.parametrize("dialect", ["ids", pytest.param("text", marks=pytest.mark.slow)])
 def test_server_prompts(base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path, dialect: str) -> None:
     """The same ones on every try, whatever came back first.
 

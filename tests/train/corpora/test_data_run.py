@@ -28,6 +28,7 @@ def assert_same_corpora(found: Path, wanted: Path) -> None:
     assert text(found) == text(wanted)
 
 
+@pytest.mark.slow
 def test_every_node_makes_its_own(runs: Any, whole: Path, tmp_path: Path) -> None:
     """Two nodes of one process each: neither sees the other's folder."""
     two = tmp_path / "two"
@@ -39,6 +40,7 @@ def test_every_node_makes_its_own(runs: Any, whole: Path, tmp_path: Path) -> Non
         assert_same_corpora(two / f"node{node}", whole / "corpora")
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> None:
     """With a stored base and FSDP: transformers then loads a base differently on all processes but the first."""
     base = random_base(TINY | {"vocab_size": 320, "max_position_embeddings": 2048}, prepack=False)

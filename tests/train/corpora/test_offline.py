@@ -146,6 +146,7 @@ def test_states_that_change_after_the_first_run_are_compared_again(tiny_base: Ti
     refuses("of another base or layer", states_of, corpora(base, tmp_path, folder))
 
 
+@pytest.mark.slow
 def test_layers_off_by_one_and_another_base_are_noticed(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     folder = write(tmp_path / "given", base)
@@ -190,6 +191,7 @@ def test_layers_that_the_folder_lacks(tiny_base: TinyBase, tmp_path: Path) -> No
     refuses("ascending", OfflineConfig, layers=[2, 1])
 
 
+@pytest.mark.slow
 def test_a_run_needs_only_the_folder(tmp_path: Path) -> None:
     """The folder trains a head and measures it on held-out texts; a folder of something else is refused."""
     settings = ["debug=tiny", "recipe=eagle3_smollm2", "~phases.pretrain", "phases.distill.store_hidden_states=false"]

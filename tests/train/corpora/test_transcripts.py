@@ -125,6 +125,7 @@ def test_a_mixture_spreads_both(tiny_base: TinyBase, tmp_path: Path) -> None:
     refuses("own_answers must be false without data.transcripts", make, base, tmp_path, None, own_answers=True)
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_agreement_and_is_measured_on_its_own_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

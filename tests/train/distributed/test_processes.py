@@ -45,6 +45,7 @@ def whole_of_two(runs: Any, whole: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_both_and_both_resume(runs: Any, whole_of_two: Path, with_corpora: Path) -> None:
     """With dropout, every process has its own random numbers, and the checkpoint saves both."""
     assert runs.all(with_corpora, processes=2, at=events(1, ("step", 7), "SIGTERM")) == [TERMINATED, TERMINATED]

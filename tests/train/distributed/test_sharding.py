@@ -241,6 +241,7 @@ def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
     assert_same(train(tmp_path / "sharded", "medusa_smollm2", "shard=head", *stock, TRAINED), plain)
 
 
+@pytest.mark.slow
 def test_no_process_loads_a_whole_base_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the answers are there. Also with the hidden states of early layers, which all processes compute together."""
     stock = [STOCK, *stored_base(tmp_path), "phases.distill.store_hidden_states=true"]

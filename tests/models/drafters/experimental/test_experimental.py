@@ -68,6 +68,7 @@ def test_greedy_text(tiny_base: TinyBase, architecture: str, policy: str, inner:
         assert all(accepted) if budget == 999 else 0 < sum(s.accepted for s in decoded.steps)
 
 
+@pytest.mark.slow
 def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> None:
     base, sampler = tiny_base(), Sampler(temperature=1.0, top_k=2)
     drafter = TriForce(base, 16, "retrieval:4", num_tokens=2, drafter=PromptLookup(3))
