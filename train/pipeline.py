@@ -475,7 +475,7 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     is_cached = any(phase.store_hidden_states for phase in run.phases.values())  # then also the held-out answers
     trained = OriginalBase.of(head.base_model) if run.trains_base else None
     held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, trained)
-    return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
+    return [ranks for row in held_out.subset for ranks in answer_ranks(head, *held_out.load([int(row)]))]
 
 
 def evaluate(context: RunContext) -> None:

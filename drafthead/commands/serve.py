@@ -8,7 +8,7 @@ drafthead serve recipe=eagle3_smollm2_vllm
 drafthead train recipe=eagle3_smollm2_vllm data.states.url=http://127.0.0.1:8000
 
 vLLM runs from the environment of `drafthead engines install=vllm`, and is stopped with this command. Its command line
-is printed, for a machine of your own.
+is printed.
 
 With head=, drafthead's own code drafts inside vLLM, so that no export is needed. Acceptance is shown while it serves.
 

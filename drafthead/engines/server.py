@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import httpx2
 import torch
 
+from drafthead.engines.environment import engine_python
 from drafthead.engines.process import EngineError, EngineProcess
 from drafthead.engines.vllm import vllm_python, vllm_variables
 from drafthead.errors import UserError
@@ -38,8 +39,9 @@ class LocalVllm:
 
     @property
     def command(self) -> str:
-        """Return the shell command of this server, for another machine."""
-        words = [*(f"{key}={value}" for key, value in self._own_variables.items()), "python", "-m", MODULE]
+        """Return the shell command of this server."""
+        python = self._python or engine_python()
+        words = [*(f"{key}={value}" for key, value in self._own_variables.items()), python, "-m", MODULE]
         return shlex.join([*words, "--port", str(self._port), *self._arguments])
 
     def start(self) -> None:

