@@ -110,7 +110,7 @@ def _timed(
         {name: method.answer for name, method in compared.items()},
         folder / f"eval-log-{_digest(compared['speculative'].composition, config)}.jsonl",
         config.seed,
-        lambda done, total: display.progress("decoding", done, total),
+        lambda done, total: display.progress("decoding, answers by all methods", done, total),
         # The log's name contains the mark of the evaluated drafter.
         composition={name: m.composition for name, m in compared.items() if m.composition and name != "speculative"},
         batch_size=config.batch_size,

@@ -108,7 +108,6 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
     ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
     ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
     ("export", ["head=x"], "missing: to=... out=...; see --help"),
-    ("import", ["from=x", "out=y"], "base is missing: name the base model"),
     ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
     ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
 )

@@ -37,7 +37,7 @@ from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
 from drafthead.eval.metrics.engine_comparison import engine_failures
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
-from drafthead.eval.trees.calibrate import measured_with
+from drafthead.eval.trees.calibrate import load_costs, measured_with, save_costs
 from drafthead.eval.trees.cost_model import ensure_costs, measure_costs
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
@@ -45,6 +45,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.display import Display
 
 TIMED_ON = 8  # prompts of the suite's dev half on which a combined drafter is timed, to predict its speed
+COSTS = "eval-costs.json"  # so that an evaluation that was stopped need not measure them again
 SETTINGS = "eval-settings.json"  # settings of the results, and a hash of the base, the drafter and this machine
 RESULTS = ("eval.json", "report.html", "results.md", "plots", SETTINGS)
 
@@ -76,7 +77,8 @@ def main(config: EvalRunConfig) -> None:
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(folder):
-        settings = asdict(config) | {"measured_with": measured_with(base, drafter.identity(), draft_config)}
+        measured = measured_with(base, drafter.identity(), draft_config)
+        settings = asdict(config) | {"measured_with": measured}
         if earlier := keep_earlier(folder, settings):
             display.line(
                 f"earlier results in {folder} had other settings, weights or machine; they are now in {earlier}"
@@ -84,10 +86,14 @@ def main(config: EvalRunConfig) -> None:
         if not config.resume:
             for path in folder.glob("eval-log-*.jsonl"):
                 path.unlink()
-        with display.stage("step costs on this machine"):
-            costs = measure_costs(
-                base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
-            )
+        costs = None
+        if config.resume and not (folder / "eval.json").exists():
+            costs = load_costs(folder / COSTS, measured)
+        if costs is None:
+            with display.stage("step costs on this machine"):
+                prompts = development_prompts(base, config, TIMED_ON)
+                costs = measure_costs(base, drafter, prompts=prompts, progress=display.progress)
+            save_costs(folder / COSTS, measured, costs)
         training_log = read_json_lines(default / "metrics.jsonl")
         with display.stage(f"evaluation: {config.suite}"):
             result = evaluate(

@@ -65,10 +65,14 @@ class ImportConfig:
     """Commit, tag or branch of the Hub repository. With null, the newest commit of its main branch."""
 
     def __post_init__(self) -> None:
-        if not self.base.name and not self.base.random:
-            raise ValueError("base is missing: name the base model that the head drafts for, base=NAME")
         if self.format != "auto":
             format_named(self.format)
+
+    def check_base(self, published: str | None) -> None:
+        """Reject settings without a base; name the one that the head was ``published`` for."""
+        if not self.base.name and not self.base.random:
+            given = f"base={published} (the name in its config.json) or a folder of it" if published else "base=NAME"
+            raise UserError(f"base is missing: name the base model that the head drafts for, {given}")
 
 
 @command(
@@ -79,11 +83,13 @@ class ImportConfig:
 def main(config: ImportConfig) -> None:
     folder, published_config = _open_published(config.from_, config.revision)
     if set(OURS) <= set(published_config):
+        config.check_base(read_head_config(folder)["base"].get("name"))
         _attach_own(config, folder, Display())
         return
     content = {**published_config, **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
     checkpoint = file_format.read(folder, config.config)
+    config.check_base(checkpoint.config.get(BASE_NAME))
     display = Display()
     with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
@@ -151,9 +157,11 @@ def _mean_accepted_lengths(variants: Mapping[str, DraftHead]) -> dict[str, float
 def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
     layers, ids, common = head.spec.layers, len(head.d2t), {entry.name for entry in fields(DraftHeadConfig)}
     settings = {key: value for key, value in vars(head.config).items() if key not in common}
-    yield "layers read", f"{', '.join(map(str, layers))} of {head.base.num_layers}" if layers else "the final state"
+    read = f"{', '.join(map(str, layers))} of {head.base.num_layers}" + " (0 are the embeddings)" * (0 in layers)
+    yield "layers read", read if layers else "the final state"
     yield "draft vocabulary", "the whole" if ids == head.base.vocab_size else f"{ids} of {head.base.vocab_size} ids"
-    yield "draft positions", f"{head.depth}, of which {head.config.trained_positions} are trained"
+    trained = head.config.trained_positions
+    yield "draft positions", f"{head.depth}" + f", of which {trained} are trained" * (trained < head.depth)
     for label, value in (("on", True), ("off", False)):
         yield label, ", ".join(key for key, given in settings.items() if given is value) or "nothing"
     numbers = {key: given for key, given in settings.items() if type(given) in (int, float, str)}

@@ -197,7 +197,7 @@ def context_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> ResultT
             else:
                 cells[name] = f"{number(tau)} ({steps:,.0f} steps)"
         table.append(cells)
-    return ResultTable.of("Mean accepted length by context", table)
+    return ResultTable.of("Mean accepted length by context" + f", {next(iter(methods))}" * one, table)
 
 
 def degenerate_lines(evaluation: dict[str, Any]) -> list[str]:

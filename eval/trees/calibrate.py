@@ -1,7 +1,8 @@
 """Choose the token tree of a head from its measured accuracies and this machine's measured latencies."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -54,23 +55,42 @@ def measured_with(base: BaseModel, *measured: object) -> str:
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
     """Write costs and calibration with a hash of their head and machine: a new measurement could give another tree."""
-    content = {
-        "measured_with": measured_with(head.base_model, VERSION, head.identity()),
-        "costs": costs.to_json(),
-        "calibration": calibration.to_json(),
-    }
-    write_checksummed_json(path, content)
+    measured = measured_with(head.base_model, VERSION, head.identity())
+    save_costs(path, measured, costs, calibration=calibration.to_json())
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
     """Read what ``save_calibration`` wrote; return None without a file, or if head, base or machine differ."""
+    content = _measured(path, measured_with(head.base_model, VERSION, head.identity()))
+    with _readable(path):
+        return content and (CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"]))
+
+
+def save_costs(path: Path, measured: str, costs: CostModel, **more: Any) -> None:
+    """Write costs with what they were ``measured_with``."""
+    write_checksummed_json(path, {"measured_with": measured, "costs": costs.to_json(), **more})
+
+
+def load_costs(path: Path, measured: str) -> CostModel | None:
+    """Read what ``save_costs`` wrote; return None without a file, or if it was measured with anything else."""
+    content = _measured(path, measured)
+    with _readable(path):
+        return content and CostModel.from_json(content["costs"])
+
+
+def _measured(path: Path, measured: str) -> Any:
+    """Return the content of a file if it was measured with ``measured``, else None."""
     if not path.exists():
         return None
     content = read_checksummed_json(path)
+    with _readable(path):
+        return content if content["measured_with"] == measured else None
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        if content["measured_with"] != measured_with(head.base_model, VERSION, head.identity()):
-            return None
-        return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a calibration ({error!r}); remove it to measure again") from None
 

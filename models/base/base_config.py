@@ -176,6 +176,8 @@ def could_not_load(name: str, error: Exception) -> str:
     if Path(name).is_dir():
         what = "It must be a folder that transformers' save_pretrained wrote (config.json and safetensors)"
         return f"the base model in {name} could not be loaded: {_first_line(error)} {what}"
+    if name.startswith("embedded:"):
+        return f"{name} is not embedded; {EMBEDDED} is"
     exists = Path(name).exists()
     if exists or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         what = "that is a file" if exists else "there is no such folder"

@@ -321,6 +321,26 @@ def test_an_evaluation_as_a_user_types_it(
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_was_stopped_measures_step_costs_once(
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = f"head={small_head(tiny_base(), tmp_path / 'head')}", "suite=builtin", "limit=1", "max_new_tokens=4"
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("drafthead.commands.eval.evaluate", stop)
+        with pytest.raises(SystemExit):
+            call("eval", *arguments)
+    assert "step costs" in capsys.readouterr().out
+    call("eval", *arguments)
+    assert "step costs" not in capsys.readouterr().out
+    call("eval", *arguments, "resume=false")
+    assert "step costs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_results_with_other_settings_are_kept(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
