@@ -85,10 +85,14 @@ def evaluate(
         timed, equalities, partial(retokenised, base.tokenizer), base.dtype, costs, order, spans=spans
     )
     evaluation |= _settings(base, drafter, config, draft_config, timed)
+    predicted = None
+    if costs and config.split == "test":
+        with display.stage("forecast from answers to the suite's dev half"):
+            predicted = predict(base, drafter, draft_config, config, costs, development)
     optional = {
         "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
         "load": load or None,
-        "predicted": costs and predict(base, drafter, draft_config, config, costs, development),
+        "predicted": predicted,
         "calibration": calibration and calibration.to_json(),
         "costs": costs and costs.to_json(),
     }

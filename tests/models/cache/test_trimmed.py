@@ -88,8 +88,7 @@ def second_turn(answers: list[list[int]]) -> list[int]:
 
 @cases(
     "name, kind",
-    *(pytest.param(name, "the target itself", marks=SLOW if name in NAMES[1:] else ()) for name in NAMES),
-    *(pytest.param(name, "lookup", marks=SLOW) for name in NAMES),
+    *(pytest.param(name, kind, marks=SLOW) for name in NAMES for kind in ("the target itself", "lookup")),
     ("gemma3_text", "medusa"),
     pytest.param("gemma3_text", "kangaroo", marks=SLOW),
     pytest.param("mistral", "kangaroo", marks=SLOW),

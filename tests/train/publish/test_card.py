@@ -85,9 +85,9 @@ def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_b
     lines = card.serving_lines(served.build(base, torch.arange(100)), folder)
     assert [line for line in lines if line[0] != " "] == [f"serve it in {x}:" for x in ("vLLM", "SGLang")]
     export = f"   drafthead export head={folder} to=speculators out={tmp_path / 'speculators'}"
-    assert lines[1:3] == [export, f"   vllm serve {tmp_path / 'speculators'} --dtype float32"]
+    assert [lines[1], lines[3]] == [export, f"   (with a GPU: vllm serve {tmp_path / 'speculators'} --dtype float32)"]
     on_cpu = f"python -m vllm.entrypoints.openai.api_server --model {tmp_path / 'speculators'} --dtype float32"
-    assert lines[3].endswith(f"{on_cpu} --max-model-len 512 --kv-cache-memory-bytes 1G)"), "with an interpreter"
+    assert lines[2].endswith(f"{on_cpu} --max-model-len 512 --kv-cache-memory-bytes 1G"), "with an interpreter"
     wide = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100).build(base, torch.arange(100))
     assert " vocabulary=full " in card.serving_lines(wide, folder)[1]
     copies = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100, induction_rank=4)
