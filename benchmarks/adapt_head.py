@@ -135,13 +135,13 @@ def rows(
         command = [f"init_from={head}", *common, "stages=[corpora]"]
         train(arguments.out / tune.name / "corpus", "adapt_head_smollm2", command, arguments.threads)
     adapted = [(f"adapted, {n:,} answers", "adapt_head_smollm2", [f"init_from={head}"], n) for n in arguments.sizes]
-    for name, used, own, answers in [*adapted, ("anew", recipe, ["~phases.pretrain"], max(arguments.sizes))]:
+    for name, used, start, answers in [*adapted, ("anew", recipe, ["~phases.pretrain"], max(arguments.sizes))]:
         if name in done:
             continue
         tokens, steps = sizes(corpora, answers)
         out = arguments.out / tune.name / f"{recipe}-{'anew' if name == 'anew' else answers}"
         limits = [f"phases.distill.max_tokens={tokens}", f"phases.distill.steps={steps}"]
-        cost = train(out, used, [*own, *common, *limits, *arguments.set], arguments.threads)
+        cost = train(out, used, [*start, *common, *limits, *arguments.set], arguments.threads)
         yield name, {"answers": answers, "answer_tokens": tokens, "steps": steps, "cost": cost}, out / "head"
 
 
@@ -153,8 +153,10 @@ def table(record: Mapping[str, Any], kind: str) -> list[dict[str, object]]:
         line: dict[str, object] = {"base": run["fine_tune"], "head": run["recipe"], "trained": run["row"]}
         for name in SETS:
             line[name] = f"{tau(run['judged'][name][kind]):.3f}"
-        own, original = (np.array(of["judged"]["fine-tune"][kind])[None] for of in (run, first))
-        line["ratio on the fine-tune"] = "" if run is first else "{:.3f} ({:.3f}-{:.3f})".format(*ratio(own, original))
+        latest, original = (np.array(of["judged"]["fine-tune"][kind])[None] for of in (run, first))
+        line["ratio on the fine-tune"] = (
+            "" if run is first else "{:.3f} ({:.3f}-{:.3f})".format(*ratio(latest, original))
+        )
         line["CPU s"] = f"{run['cost']['cpu_s']:.0f}" if "cost" in run else ""
         lines.append(line)
     return lines

@@ -106,7 +106,7 @@ def _break_even(config: EnginesCommandConfig, folder: Path, display: Display) ->
             client.close()
     finally:
         server.close()
-    names = [f"{count} drafts" for count in config.drafts]
+    names = [f"{count} draft{'s' * (count > 1)}" for count in config.drafts]
     rows = [
         {"requests": str(count), "step in ms": 1e3 * float(times.get(count, float("nan")))}
         | dict(zip(names, map("{:.2f}".format, needed_lengths(times, count, config.drafts)), strict=True))

@@ -170,6 +170,7 @@ def test_a_stream_killed_at_delicate_moments(
 
 
 ROOT = Path(__file__).parent.parent.parent
+SHORT_PHASES = "phases.pretrain.steps=4", "phases.distill.steps=4"
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
@@ -189,6 +190,17 @@ def test_a_preempted_job_resumes_bit_for_bit(runs: Any, whole: Path, tmp_path: P
     assert steps_saved(tmp_path)[-1] == 15
     assert runs.one(tmp_path) == 0
     runs.assert_equal(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_validation_that_the_resumed_run_repeats(runs: Any, tmp_path: Path) -> None:
+    passes = ("data.answers.self_prompted=120", "phases.pretrain.micro_batch_size=1", *SHORT_PHASES)  # one row each
+    assert runs.one(tmp_path, *passes, at=("validate", 1), do="SIGTERM") == TERMINATED
+    rows = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert steps_saved(tmp_path)[-1] == 4 and not any("held_out_mean_accepted_length" in row for row in rows)
+    assert runs.one(tmp_path, *passes) == 0
+    rows = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["total_step"] for row in rows if "held_out_mean_accepted_length" in row] == [4, 8]
 
 
 @pytest.mark.slow
