@@ -13,11 +13,17 @@ import torch
 from head_cases import EXAMPLE
 
 from drafthead.data.answers.store import Answer
+from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.data.text.chat import user_turn
 from drafthead.errors import UserError
-from drafthead.eval.trees.simulate import read_hidden_states
+from drafthead.eval.trees.simulate import read_hidden_states, simulate_texts
 from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig
 from drafthead.train.trainer.optim import OptimConfig
 from support import TinyBase, cases, noisy_head, refuses
@@ -39,6 +45,7 @@ Load = Callable[[str], ModuleType]
     ("adapt_head", ["--sizes", "0"], "--sizes must be at least 1, got 0"),
     ("adapt_head", ["--fine-tunes", "nowhere", "--heads", "a=b"], "nowhere has no fine-tune"),
     ("heads", ["--heads", "medsua"], "--heads .*, got medsua"),
+    ("long_contexts", ["--heads", "nowhere"], "--heads needs NAME=FOLDER, got nowhere"),
     ("heads", ["--stage", "table", "--json", "nowhere.json"], "nowhere.json has no trained head yet"),
 )
 def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: list[str], says: str) -> None:
@@ -235,6 +242,32 @@ def test_trees_by_cost_are_compared_on_equal_texts(
     for name in ("by cost", "by cost + lookup"):
         assert compared[name]["nodes"] > 1 and compared[name]["expected_tokens"] >= 1
         assert 0 < compared[name]["expected_ms"] < 1.2 * rows
+
+
+# Long contexts -------------------------------------------------------------------------------------------------
+
+
+def test_every_length_asks_the_same_questions(
+    script: Load, tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, base, path = script("long_contexts"), tiny_base(), tmp_path / "record.json"
+    head = noisy_head(Eagle3Config(num_draft_tokens=2, ttt_steps=2), base, 0.1)
+    monkeypatch.setattr(module.drafthead, "load_base", lambda name: base)
+    monkeypatch.setattr(module, "load_head", lambda folder, base: head)
+    passages = [EvalPrompt("t", i, user_turn(c * 40)) for i, c in enumerate("abc")]
+    monkeypatch.setattr(module, "load_suite", lambda name: passages)
+    short, long = (module.prompts(base, n, 3) for n in (20, 60))
+    assert [len(ids) for ids in long] == [len(ids) + 40 for ids in short]
+    assert [ids[-16:] for ids in long] == [ids[-16:] for ids in short]
+    given = ["--heads", "own=any", "--windows", "8", "--count", "3", "--tokens", "8", "--json", str(path)]
+    module.main([*given, "--lengths", "20"])
+    module.main([*given, "--lengths", "20,60"])
+    results = json.loads(path.read_text())["results"]
+    assert [result["length"] for result in results] == [20, 60]
+    assert [{*result["heads"]} for result in results] == [{"own", "own, window 8"}] * 2
+    texts = module.answers(base, long, 8)
+    simulated = simulate_texts(base, head, texts, DraftConfig(tree=TokenTree.chain(2)), Sampler())
+    assert sum(steps for _, steps in results[1]["heads"]["own"]) == pytest.approx(simulated.steps)
 
 
 # GPU checklist -------------------------------------------------------------------------------------------------

@@ -242,6 +242,7 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
     if any(f"held_out_{prefix}1" in row for row in rows):
         handles.append(Line2D([], [], color=MUTED, marker="o", markeredgecolor="white", linestyle="", label="held out"))
     _mark_phases(axes, phases)
+    axes.set_xlim(left=0)  # a run with one recorded step would have no width
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _, label, note = TRAINING[prefix]
     axes.set(xlabel="optimiser step", ylabel=label)

@@ -187,6 +187,12 @@ def test_phases_follow_one_another_although_steps_start_again() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["1", "2", "held out"]
 
 
+@pytest.mark.filterwarnings("error")  # matplotlib warns when labels and the legend leave no room for the axes
+def test_a_run_of_one_recorded_step_is_drawn(tmp_path: Path) -> None:
+    plots.save_training_plots([{"phase": "distill", "total_step": 4, "accept_1": 0.2, "accept_2": 0.1}], tmp_path)
+    assert (tmp_path / "training_acceptance.png").stat().st_size > 0
+
+
 def test_the_line_over_depths_is_the_share_of_steps() -> None:
     """Half of the steps draft one token and accept it, the others draft four and accept none or all."""
     counts = [(1, 1), (1, 1), (4, 4), (0, 4)] * 6
