@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
+from uuid import uuid4
 
 import openai
 
@@ -110,6 +111,15 @@ class EngineServer(ABC):
     @abstractmethod
     def version(self) -> str:
         """Return the version that the server reports."""
+
+    def run_id(self) -> str:
+        """Return what tells this run of the server from others: when its process started. If the server does not say,
+        every call returns another text."""
+        try:
+            started = self._counters().get("process_start_time_seconds")
+        except EngineError:
+            started = None
+        return uuid4().hex if started is None else str(started)
 
     def is_ready(self) -> bool:
         try:

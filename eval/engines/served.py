@@ -102,6 +102,8 @@ def serve(base: BaseParts, drafter: Drafter, config: EvalConfig, folder: Path, l
                     fact |= {"format": published.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
+                    if start.own.url:  # nothing else tells which head a server that we did not start has loaded
+                        mark += server.run_id()
                     answer = partial(server.answer, max_new_tokens=config.max_new_tokens)
                     served.methods[name + variant] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
             yield served

@@ -39,7 +39,7 @@ from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import Said, TinyBase, cases, fitted, refuses, rows_of
+from support import Said, TinyBase, cases, fitted, noisy_head, refuses, rows_of
 
 NEW = 24
 PROMPTS = ["why is the sky blue", "tell me a story", "what is two plus two", "name a river"]
@@ -63,7 +63,7 @@ def fake_vllm(completions_server: Callable[..., Any]) -> Callable[..., Any]:
     def make(base: BaseModel, head: Eagle3Head | None, wrong_token: bool = False) -> Any:
         drafts, generated = 'spec_decode_num_drafts_total{engine="0"}', 'generation_tokens_total{engine="0"}'
         accepted = [f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}' for position in range(3)]
-        counts = dict.fromkeys((drafts, generated, *accepted), 0)
+        counts, started = dict.fromkeys((drafts, generated, *accepted), 0), time.time()
 
         def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
             assert body["temperature"] == 0 and body["return_token_ids"]
@@ -79,7 +79,8 @@ def fake_vllm(completions_server: Callable[..., Any]) -> Callable[..., Any]:
         def get(handler: BaseHTTPRequestHandler) -> None:
             content = json.dumps({"version": "9.9.9", "data": [{"id": "served"}]})
             if handler.path == "/metrics":
-                content = "# HELP\n" + "".join(f"vllm:{name} {count}.0\n" for name, count in counts.items())
+                content = f"# HELP\nprocess_start_time_seconds {started}\n"
+                content += "".join(f"vllm:{name} {count}.0\n" for name, count in counts.items())
             handler.send_response(200)
             handler.send_header("Content-Length", str(len(content)))
             handler.end_headers()
@@ -125,6 +126,23 @@ def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path,
     page = (tmp_path / "report.html").read_text()
     assert f"<b>{row['speedup']:.2f}x</b><span>with the head over without it in vLLM 9.9.9</span>" in page
     assert json.loads((tmp_path / "eval.json").read_text())["engines"]["vllm"]["failures"] == []
+
+
+@pytest.mark.slow
+def test_answers_of_a_server_that_was_replaced_are_not_used(
+    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]
+) -> None:
+    base = tiny_base()
+    server = fake_vllm(base, trained(base))
+    first = served(base, tmp_path, spec=server, plain=None)
+    again = served(base, tmp_path, spec=server, plain=None)
+    other = noisy_head(trained(base).config, base, 1.0, trained(base).d2t)
+    assert (
+        again["resumed"] == [4, 4] and again["engines"]["vllm"]["acceptance"] == first["engines"]["vllm"]["acceptance"]
+    )
+    replaced = served(base, tmp_path, spec=fake_vllm(base, other), plain=None)
+    assert replaced["engines"]["vllm"]["acceptance"] != first["engines"]["vllm"]["acceptance"]
+    assert engine_failures(replaced)
 
 
 def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3Head | None = None) -> dict[str, Any]:
