@@ -33,6 +33,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
+from drafthead.models.formats.llama_layer import ROPE_SECTIONS, layer_config
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import adapter_of, described, read_head_config, read_trees, resolve_folder
 from drafthead.models.heads.parts.loading import load_head, saved_head_config
@@ -112,7 +113,7 @@ def main(config: ImportConfig) -> None:
         display.line(f"   {engine.name:<18}{engine.support}")
     for reading, length in lengths.items():
         display.line(f"   mean accepted length {length:.3f} if {reading}")
-    for note in [*checkpoint.notes, *_base_notes(checkpoint.config, base)]:
+    for note in [*checkpoint.notes, *_base_notes(checkpoint.config, head)]:
         display.line(f"   note: {note}")
     display.line(f"written: {config.out}")
 
@@ -173,13 +174,20 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {drafts_for}"
 
 
-def _base_notes(content: dict[str, Any], base: BaseParts) -> Iterator[str]:
-    named, limit = content.get(BASE_NAME), content.get("max_position_embeddings")
+def _base_notes(content: dict[str, Any], head: DraftHead) -> Iterator[str]:
+    base, named, limit = head.base, content.get(BASE_NAME), content.get("max_position_embeddings")
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
         yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"
     own = base.model_config.max_position_embeddings
     if isinstance(limit, int) and limit < own:
         yield f"its config.json ends at {limit} positions and the base at {own}: some engines stop drafting there"
+    if (theta := getattr(head.config, "rope_theta", None)) is not None:  # the layer rotates unlike the base
+        of_base = f"without scaling; the base's rope_theta is {layer_config(base)['rope_theta']:g}"
+        sections = [content, *(content.get(key) or {} for key in ROPE_SECTIONS)]
+        if any(section.get("rope_theta") for section in sections):
+            yield f"its layer rotates by rope_theta {theta:g} {of_base}"
+        else:
+            yield f"its config.json has no rope_theta, so {theta:g} is assumed {of_base} (or set config.rope_theta)"
 
 
 def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:

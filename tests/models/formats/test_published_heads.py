@@ -20,7 +20,7 @@ from drafthead.models.formats.gguf.gguf_files import read_gguf
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from plain_heads import deep_base, eagle, hydra, kangaroo, logits_of, mlp
-from support import TINY, cases, random_base, randomised, refuses
+from support import TINY, call, cases, random_base, randomised, refuses
 
 D2T = torch.arange(1, 300, 3)
 SIZES = {key: value for key, value in TINY.items() if key not in ("model_type", "num_hidden_layers")}
@@ -205,6 +205,25 @@ def test_eagle3_of_its_authors(tmp_path: Path) -> None:
     assert not torch.equal(logits_of(base, head), logits_of(base, eagle(base, D2T, layers=[2, 3, 3])))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refuses(r"pytorch_model.bin: pickles", imported, folder, base)
+
+
+@cases(
+    "config, says",
+    ({}, "no rope_theta, so 10000 is assumed without scaling; the base's rope_theta is 500000"),
+    ({"rope_theta": 20000.0}, "its layer rotates by rope_theta 20000 without scaling; the base's rope_theta is 500000"),
+    ({"rope_theta": 500000.0}, None),
+)
+def test_an_import_says_that_a_layer_rotates_unlike_the_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], says: str | None
+) -> None:
+    shape = TINY | {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    head = eagle(random_base(shape), D2T, layers=[2, 3, 3])
+    tensors = {**head.state_dict(), "d2t": D2T - torch.arange(100)}
+    folder = write(tmp_path / "e", small(json.loads(LLAMA), **config), tensors)
+    base = ["base.random=true", f"base.shape={json.dumps(shape)}", "base.tokenizer=builtin:tiny"]
+    call("import", f"from={folder}", *base, f"out={tmp_path / 'head'}")
+    said = capsys.readouterr()
+    assert ("rope_theta" in said.out + said.err) is (says is not None) and (says or "") in said.out + said.err
 
 
 def block(base: BaseModel, **settings: Any) -> DraftHead:
