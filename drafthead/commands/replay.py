@@ -259,9 +259,13 @@ def print_rows(
     rows: list[dict[str, Any]], title: str, texts: Sequence[Answer], config: ReplayConfig, display: Display
 ) -> None:
     contexts = {row["draft"]: row.pop("by context") for row in rows if "by context" in row}
+    depths = {row["draft"]: row.pop("by depth") for row in rows if "by depth" in row}
     if not config.costs or config.stored_states:
         rows = [{key: value for key, value in row.items() if key != "predicted speedup"} for row in rows]
     display.console.print(ResultTable.of(title, rows).console())
+    for draft, shares in depths.items():
+        shown = " ".join(f"{share:.2f}" for share in shares)
+        display.line(f"{draft}: accepted by draft position, given the one before: {shown}")
     if (by_context := context_table(contexts)) is not None:
         display.console.print(by_context.console())
     if looping := sum(is_degenerate(text.ids[text.boundary :]) for text in texts):

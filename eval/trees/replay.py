@@ -98,7 +98,8 @@ def rows_of(
     boundaries: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Return rows for chains of ``lengths`` and the best trees of ``sizes`` nodes. A tree is simulated on answers that
-    its search did not use. The longest chain's row has the acceptance by context if ``boundaries`` are given."""
+    its search did not use. The longest chain's row also has the acceptance ``by depth`` and, with ``boundaries``, ``by
+    context``."""
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     trees: dict[int, SimulatedAcceptance] = {}
@@ -112,5 +113,6 @@ def rows_of(
     for name, nodes, deepest, simulated in drafts:
         speedup = None if costs is None else costs.speedup(simulated.mean_accepted_length, nodes, deepest)
         is_longest = name == f"chain of {max(lengths)}"
-        table.append(row_of(name, nodes, simulated, speedup, boundaries if is_longest else None))
+        row = row_of(name, nodes, simulated, speedup, boundaries if is_longest else None)
+        table.append(row | ({"by depth": simulated.by_depth} if is_longest else {}))
     return table

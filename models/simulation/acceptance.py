@@ -161,6 +161,9 @@ class SimulatedAcceptance:
     steps: float  # expected number
     tokens: int  # that the steps commit, none of them after an answer's end
     nodes: dict[int, float] | None = None  # tree size with the root -> share of steps; not all trees are full
+    by_depth: tuple[float, ...] = field(default=(), compare=False)
+    """Share of accepted drafts at each draft position, of the steps that accepted the one before; NaN if there are
+    none."""
     by_position: tuple[tuple[Floats, Floats], ...] = field(default=(), compare=False, repr=False)
     """For each answer, by the position that a step may start from, [T] each: the probability that a step does, and the
     tokens that it then commits."""
@@ -183,12 +186,20 @@ def simulate_steps(
     if sizes and steps:
         counts, weights = np.concatenate(sizes), np.concatenate(started)
         nodes = {int(n): float(weights[counts == n].sum() / weights.sum()) for n in np.unique(counts)}
+    deepest = max((lengths.shape[1] for lengths in answers), default=1)
+    ended = np.zeros(deepest)  # steps by accepted length
+    for start, lengths in zip(started, answers, strict=True):
+        ended[: lengths.shape[1]] += start @ lengths
+    reached = ended[::-1].cumsum()[::-1]
+    with np.errstate(invalid="ignore"):
+        by_depth = tuple((reached[1:] / reached[:-1]).tolist())
     return SimulatedAcceptance(
         mean_accepted_length=tokens / steps if steps else float("nan"),
         interval=None if np.isnan(low) else (low, high),
         steps=steps,
         tokens=int(tokens),
         nodes=nodes,
+        by_depth=by_depth,
         by_position=tuple(
             (start, 1 + lengths @ np.arange(lengths.shape[1])) for start, lengths in zip(started, answers, strict=True)
         ),

@@ -42,17 +42,21 @@ def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenT
 def test_steps_are_counted(answers: list[np.ndarray], tree: TokenTree) -> None:
     """Answers of different lengths, each against a loop over its steps."""
     tables = [accepted_length_probs(accept_probs_of_ranks(a, 4), tree) for a in answers]
-    counts = []
+    counts, lengths = [], []
     for table, started in zip(tables, start_probs(tables), strict=True):
         positions, t = [], 0
         while t < len(table):
             positions.append(t)
-            t += int(table[t].argmax()) + 1
+            lengths.append(int(table[t].argmax()))
+            t += lengths[-1] + 1
         assert np.flatnonzero(started).tolist() == positions and set(started) <= {0.0, 1.0}
         counts.append(len(positions))
     simulated = simulate_steps(tables)
     assert simulated.steps == sum(counts)
     assert simulated.mean_accepted_length == sum(len(a) for a in answers) / sum(counts)
+    reached = [sum(length >= depth for length in lengths) for depth in range(tree.depth + 1)]
+    shares = [b / a if a else np.nan for a, b in zip(reached, reached[1:], strict=False)]
+    assert simulated.by_depth == pytest.approx(shares, nan_ok=True)
 
 
 def test_no_draft_is_accepted_after_the_end() -> None:
