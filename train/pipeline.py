@@ -331,17 +331,18 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
         stores["old"] = open_answers(Path(run.init_data))
     if when == "after" or stores.keys() - lengths.get(when, {}).keys():  # a resumed run may add ``init_data``
         with unchanged_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
-            lengths[when] = {name: _held_out_length(context, head, store) for name, store in stores.items()}
+            measured = {name: _held_out_length(context, head, store) for name, store in stores.items()}
+        lengths[when] = {name: length for name, (length, _) in measured.items()}
         write_json(path, lengths)
-    if when == "after":
-        for name, length in lengths[when].items():
+        for name, (length, answers) in measured.items() if when == "after" else ():
             before = lengths["before"][name]
-            display.line(f"   {name} data, held out: mean accepted length {before:.2f} before, {length:.2f} after")
+            what = f"{name} data, {answers} held-out answers"
+            display.line(f"   {what}: mean accepted length {before:.2f} before, {length:.2f} after")
 
 
-def _held_out_length(context: RunContext, head: DraftHead, store: AnswerStore) -> float:
-    """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``. If a
-    server has the base's layers, their states are stored."""
+def _held_out_length(context: RunContext, head: DraftHead, store: AnswerStore) -> tuple[float, int]:
+    """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``, and the
+    number of these. If a server has the base's layers, their states are stored."""
     if context.is_served and store.folder == context.corpora.answers().folder:
         probs = [accept_probs_of_ranks(ranks, 1) for ranks in _tree_ranks(context, head)]
     elif context.is_served:
@@ -352,7 +353,7 @@ def _held_out_length(context: RunContext, head: DraftHead, store: AnswerStore) -
         probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     if not probs:
         raise UserError(f"{store.folder} has too few answers to hold some out; raise data.answers.prompts")
-    return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
+    return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length, len(probs)
 
 
 def _is_held_out(answer: Answer) -> bool:

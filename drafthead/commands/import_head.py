@@ -176,7 +176,9 @@ def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
 
 def _base_notes(content: dict[str, Any], head: DraftHead) -> Iterator[str]:
     base, named, limit = head.base, content.get(BASE_NAME), content.get("max_position_embeddings")
-    if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
+    if named and named == published_name(base) and base.config.adapter is not None:
+        yield f"it was published for {named} and is attached to a fine-tune of it, which may lower acceptance"
+    elif named and named not in (base.name, published_name(base)):
         yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"
     own = base.model_config.max_position_embeddings
     if isinstance(limit, int) and limit < own:

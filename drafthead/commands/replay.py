@@ -223,7 +223,7 @@ def print_kept(
         gain = "it loses nothing"
     elif high >= 1:
         gain = "whether it loses anything is not certain; a larger limit tells"
-    display.line(f"{gain}. Adapting also fits it to your prompts. What that costs:")
+    display.line(f"{gain}. Adapting gains more, because it also fits the head to your prompts. What that costs:")
     recipe = "adapt_head_smollm2" if own.config.name == EMBEDDED else f"adapt_head base.name={own.config.name}"
     adapter = f" base.adapter={own.config.adapter}" if own.config.adapter else ""
     display.line(

@@ -75,6 +75,8 @@ class SpeculatorsFormat(Eagle3Format):
         if "norm_before_residual" not in config:
             config["norm_before_residual"] = True
             notes = ["its config.json has no norm_before_residual; true is assumed, as vLLM does"]
+        if config.get("fc_norm") and "norm_output" not in config:  # speculators trains both together, as EAGLE-3.1
+            notes.append("its config.json has no norm_output; false is assumed, as vLLM does")
         return super().normalize(checkpoint.updated(*notes, config=config))
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:

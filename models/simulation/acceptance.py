@@ -169,6 +169,13 @@ class SimulatedAcceptance:
     tokens that it then commits."""
 
 
+def _committed(lengths: LengthProbs) -> Floats:
+    """Return the expected tokens of a step from each position, [T]; the answer's end cuts the last step."""
+    left = np.arange(len(lengths), 0, -1)[:, None]
+    expected: Floats = (lengths * np.minimum(1 + np.arange(lengths.shape[1]), left)).sum(1)
+    return expected
+
+
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
@@ -200,7 +207,5 @@ def simulate_steps(
         tokens=int(tokens),
         nodes=nodes,
         by_depth=by_depth,
-        by_position=tuple(
-            (start, 1 + lengths @ np.arange(lengths.shape[1])) for start, lengths in zip(started, answers, strict=True)
-        ),
+        by_position=tuple((start, _committed(lengths)) for start, lengths in zip(started, answers, strict=True)),
     )

@@ -111,7 +111,8 @@ def test_a_head_is_adapted_to_a_fine_tune(bases: Path, tmp_path: Path, capsys: p
     assert run[0].head_config().head_type == "medusa" and list(run[0].phases) == ["distill"]
     run_pipeline(*run)
     output = capsys.readouterr().out
-    assert "was trained for another base" in output and "new data, held out: mean accepted length" in output
+    assert "was trained for another base" in output
+    assert re.search(r"new data, \d+ held-out answers: mean accepted length", output)
     adapted = load_head(tmp_path / "run" / "head")
     assert adapted.base.name == str(bases / "tuned")
     before = load_head(bases / "head")

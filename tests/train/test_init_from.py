@@ -40,7 +40,7 @@ def test_training_continues(with_medusa_corpora: Path, tmp_path: Path, capsys: p
     output = capsys.readouterr().out
     for name in ("new", "old"):
         shown = f"{lengths['before'][name]:.2f} before, {lengths['after'][name]:.2f} after"
-        assert f"{name} data, held out: mean accepted length {shown}" in output
+        assert re.search(rf"{name} data, \d+ held-out answers: mean accepted length {shown}", output)
         assert lengths["before"][name] >= 1
     assert re.search(r"each answer is read \d\.\d times", output) and "different tokens" not in output
     (second / "init_from.json").write_text(json.dumps({"before": {"new": lengths["before"]["new"]}}))

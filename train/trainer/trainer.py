@@ -40,6 +40,7 @@ from drafthead.train.trainer.optim import head_optimizers, lr_at
 from drafthead.train.trainer.step import StepResult, evaluate_loss, mean_metrics, train_step
 
 VALIDATED_ROWS = 64  # of held-out answers; more would take longer than the steps between two validations
+MANY_READS = 3  # of each answer; a head that is adapted to few answers learns them by heart
 
 
 @pydantic_dataclass(kw_only=True, config=ConfigDict(strict=True))
@@ -113,7 +114,9 @@ class Trainer:
             far_positions.check_span(name, self.head, phase.position_span)
         if phase.corpus == "answers":
             reads = phase.steps * phase.rows(self.state.processes) / len(data.subset)
-            self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
+            twice = max(1, round(2 * phase.steps / reads))
+            remark = f"; twice takes phases.{name}.steps={twice}" if self.run.init_from and reads > MANY_READS else ""
+            self.display.line(f"   each answer is read {reads:,.1f} times in this phase{remark}")
         with signals.defer_signals():
             # This iterator also computes the base's hidden states, or reads them from disk.
             state, batches = self.state, data.stream(self._rows(data, phase))

@@ -54,6 +54,7 @@ def test_steps_are_counted(answers: list[np.ndarray], tree: TokenTree) -> None:
     simulated = simulate_steps(tables)
     assert simulated.steps == sum(counts)
     assert simulated.mean_accepted_length == sum(len(a) for a in answers) / sum(counts)
+    assert [start @ committed for start, committed in simulated.by_position] == [len(a) for a in answers]
     reached = [sum(length >= depth for length in lengths) for depth in range(tree.depth + 1)]
     shares = [b / a if a else np.nan for a, b in zip(reached, reached[1:], strict=False)]
     assert simulated.by_depth == pytest.approx(shares, nan_ok=True)
