@@ -220,6 +220,9 @@ class EvalRunConfig(EvalConfig):
     settings are moved to ``earlier-N`` in this folder."""
     resume: bool = True
     """Keep the finished prompts of an interrupted evaluation. With false, all prompts are measured again."""
+    costs: bool = True
+    """Measure the costs of a step, one or two minutes on a CPU, to explain the speedup and to forecast it. With false,
+    only answers are timed."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Heads, draft lengths and thresholds to choose from by measured speed."""
     dry: bool = False

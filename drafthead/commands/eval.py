@@ -87,9 +87,9 @@ def main(config: EvalRunConfig) -> None:
             for path in folder.glob("eval-log-*.jsonl"):
                 path.unlink()
         costs = None
-        if config.resume and not (folder / "eval.json").exists():
+        if config.costs and config.resume and not (folder / "eval.json").exists():
             costs = load_costs(folder / COSTS, measured)
-        if costs is None:
+        if config.costs and costs is None:
             with display.stage("step costs on this machine"):
                 prompts = development_prompts(base, config, TIMED_ON)
                 costs = measure_costs(base, drafter, prompts=prompts, progress=display.progress)

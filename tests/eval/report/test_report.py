@@ -344,6 +344,9 @@ def test_an_evaluation_that_was_stopped_measures_step_costs_once(
     assert "step costs" not in capsys.readouterr().out
     call("eval", *arguments, "resume=false")
     assert "step costs" in capsys.readouterr().out
+    call("eval", *arguments, "resume=false", "costs=false")
+    said = capsys.readouterr().out
+    assert "step costs" not in said and "forecast" not in said and "identical" in said
 
 
 @pytest.mark.slow
