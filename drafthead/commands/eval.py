@@ -115,7 +115,8 @@ def main(config: EvalRunConfig) -> None:
         if candidates:
             display.line(keep_fastest(result, candidates, config, config.dry))
         if failures := engine_failures(result):
-            raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} ({folder}/eval.json)")
+            hint = f"{folder}/eval.json has all numbers, docs/guides/not_faster.md what engines misread"
+            raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} ({hint})")
         display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
 
 

@@ -218,10 +218,12 @@ def print_kept(
         f"{originally.mean_accepted_length:.2f} on {config.original_base}, for {len(chosen)} equal prompts: the head "
         f"keeps {100 * ratio:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
     )
-    gain = f"adapting it can win back about {100 * (1 / ratio - 1):.0f} %"
     if low >= 1:
-        gain = "it loses nothing"
-    elif high >= 1:
+        why = "it was adapted already, or these answers are easier to draft"
+        display.line(f"it loses nothing: {why}. Adapting may still gain")
+        return
+    gain = f"adapting it can win back about {100 * (1 / ratio - 1):.0f} %"
+    if high >= 1:
         gain = "whether it loses anything is not certain; a larger limit tells"
     display.line(f"{gain}. Adapting gains more, because it also fits the head to your prompts. What that costs:")
     recipe = "adapt_head_smollm2" if own.config.name == EMBEDDED else f"adapt_head base.name={own.config.name}"
