@@ -54,11 +54,9 @@ def prompts(base: BaseModel, length: int, count: int) -> list[list[int]]:
 def answers(base: BaseModel, asked: Sequence[list[int]], tokens: int) -> list[Answer]:
     if (longest := max(map(len, asked))) + tokens > base.max_context:
         raise UserError(f"a prompt of {longest} tokens and {tokens} more exceed the context of {base.max_context}")
-    sampler, limits = (
-        SamplerConfig(temperature=0.0, max_new_tokens=tokens),
-        {"batch_size": 1, "max_prompt_tokens": longest},
-    )
-    found = sorted(generate_answers(base, list(enumerate(asked)), sampler, **limits), key=lambda a: a.prompt_number)
+    sampler = SamplerConfig(temperature=0.0, max_new_tokens=tokens)
+    answered = generate_answers(base, list(enumerate(asked)), sampler, batch_size=1, max_prompt_tokens=longest)
+    found = sorted(answered, key=lambda answer: answer.prompt_number)
     return [answer for answer in found if answer.positions]
 
 
