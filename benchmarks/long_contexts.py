@@ -56,8 +56,8 @@ def answers(base: BaseModel, asked: Sequence[list[int]], tokens: int) -> list[An
         raise UserError(f"a prompt of {longest} tokens and {tokens} more exceed the context of {base.max_context}")
     sampler = SamplerConfig(temperature=0.0, max_new_tokens=tokens)
     answered = generate_answers(base, list(enumerate(asked)), sampler, batch_size=1, max_prompt_tokens=longest)
-    found = sorted(answered, key=lambda answer: answer.prompt_number)
-    return [answer for answer in found if answer.positions]
+    in_order = sorted(answered, key=lambda answer: answer.prompt_number)
+    return [answer for answer in in_order if answer.positions]
 
 
 def judged(head: DraftHead, text: Answer, states: HiddenStates) -> list[float]:
@@ -85,10 +85,15 @@ def table(results: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
     lines = list[dict[str, object]]()
     for name, first in results[0]["heads"].items():
         for result in results:
-            own = result["heads"][name]
-            line: dict[str, object] = {"head": name, "tokens": result["length"], "tau": f"{tau(own):.3f}", "ratio": ""}
-            if own is not first:
-                line["ratio"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(np.array([own]), np.array([first])))
+            steps = result["heads"][name]
+            line: dict[str, object] = {
+                "head": name,
+                "tokens": result["length"],
+                "tau": f"{tau(steps):.3f}",
+                "ratio": "",
+            }
+            if steps is not first:
+                line["ratio"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(np.array([steps]), np.array([first])))
             lines.append(line | {"answers": result["answers"], "loops": result["loops"]})
     return lines
 
