@@ -15,6 +15,7 @@ from drafthead.models.heads.parts.loading import config_class, head_types
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "new_head.md"
 EXAMPLE = "my_head"
 INDUCTION: dict[str, Any] = {"own_lm_head": False, "induction_rank": 6}
+CONTEXT: dict[str, Any] = {"induction_rank": 6, "context_vocabulary": True}
 PARTS: dict[str, Any] = {"induction_rank": 6, "markov_rank": 4, "confidence": True}
 TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "hydra": {
@@ -23,6 +24,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "hydra_induction": INDUCTION,
         "hydra_bias_parts": {**PARTS, "projection_bias": True},
         "hydra_pp_induction": {**INDUCTION, "prefix_layer": True},
+        "hydra_context": {**CONTEXT, "own_lm_head": False},
     },
     "mlp_speculator": {
         "mlp": {"inner_dim": 24},
@@ -30,6 +32,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "mlp_on_base": {"inner_dim": 24, "own_embedding": False, "own_lm_head": False},
         "mlp_induction": {**INDUCTION, "own_embedding": False},
         "mlp_parts": {**PARTS, "inner_dim": 24},
+        "mlp_context": {**CONTEXT, "own_embedding": False, "own_lm_head": False},
     },
     "medusa": {
         "medusa": {"num_layers": 2},
@@ -37,10 +40,12 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "medusa_tied": {"num_layers": 3, "tie_blocks": True},
         "medusa_induction": {**INDUCTION, "reads_last_token": True},
         "medusa_own_parts": PARTS,
+        "medusa_context": {**CONTEXT, "own_lm_head": False, "confidence": True},
     },
     "eagle3": {
         "eagle3": {"ttt_steps": 3},
         "eagle3_induction": {**INDUCTION, "ttt_steps": 2},
+        "eagle3_context": {**CONTEXT, "own_lm_head": False, "ttt_steps": 2},
         "eagle3_own_parts": {**PARTS, "ttt_steps": 2, "tied_markov": False},
         "eagle3_late": {
             **{"ttt_steps": 2, "layers": [1, 2], "intermediate_size": 40},
@@ -60,6 +65,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "mtp": {},
         "mtp_before_norms": {"before_final_norm": True, "norm_output": False, "ttt_steps": 2},
         "mtp_parts": PARTS,
+        "mtp_context": CONTEXT,
     },
     "dspark": {
         "dspark": {"markov_rank": 8},
@@ -67,6 +73,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "dspark_causal": {"causal": True, "tied_markov": False, "markov_rank": 4, "confidence": False},
         "dspark_state": {"num_layers": 1, "copy_layers": False, "reads_state": True},
         "dspark_induction": {"markov_rank": 4, "induction_rank": 6},
+        "dspark_context": {**CONTEXT, "markov_rank": 4, "confidence": True},
         "dflash": {"markov_rank": 0, "anchor_predicts": False, "layers": [1, 3]},
         "dflash_induction": {"markov_rank": 0, "induction_rank": 6, "anchor_predicts": False},
         "dflash_window": {"markov_rank": 0, "anchor_predicts": False, "window": 6},
@@ -76,8 +83,9 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "kangaroo": {
         "kangaroo": {"exit_layer": 2, "confidence_threshold": 0.0},
         "kangaroo_parts": {"exit_layer": 2, "confidence_threshold": 0.0, **PARTS},
+        "kangaroo_context": {"exit_layer": 2, "confidence_threshold": 0.0, **CONTEXT},
     },
-    "draft_lm": {"draft_lm": {}, "draft_lm_parts": PARTS},
+    "draft_lm": {"draft_lm": {}, "draft_lm_parts": PARTS, "draft_lm_context": CONTEXT},
 }
 """Head type -> name of a case -> settings; a type that is not listed is tested with its defaults."""
 

@@ -290,9 +290,9 @@ def train(context: RunContext) -> None:
     if len(head.d2t) < head.vocab_size:
         counts = corpora.answers().token_counts(head.vocab_size, corpora.measures)
         share = 100 * counts[head.d2t.cpu().numpy()].sum() / counts.sum()
-        context.display.line(
-            f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
-        )
+        ids = f"{len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
+        more = "; ids of the context, too" if head.config.drafts_context else ""
+        context.display.line(f"   draft vocabulary: {ids}{more}")
     asked = run.head_config().draft_vocab_size
     if run.init_from is None and asked is not None and len(head.d2t) < min(asked, head.vocab_size) / 2:
         context.display.line(

@@ -105,7 +105,7 @@ def _candidates(drafter: Drafter, session: Any, last: Any, texts: list[Answer], 
     for k, logits in enumerate(forced_logits(session, last, texts, t, drafter.depth)):
         values, candidates = logits.topk(width, dim=-1)
         chances = (values - logits.logsumexp(-1, keepdim=True)).exp().tolist()
-        rows = zip(texts, chances, drafter.d2t.take(candidates).tolist(), strict=True)
+        rows = zip(texts, chances, session.d2t.take(candidates).tolist(), strict=True)
         for n, (text, row, ids) in enumerate(rows):
             at = text.boundary + t + 1 + k
             if at < len(text.ids):

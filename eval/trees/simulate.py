@@ -146,6 +146,7 @@ def text_accept_probs(
     for batch, base_hidden in batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            assert isinstance(session, StepwiseSession)
             logits = forced_logits(session, last, [batch[row] for row in rows], t, depth)
             # Index in the answer of every draft position k (0-based), as far as the answer goes.
             targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
@@ -154,13 +155,12 @@ def text_accept_probs(
             tokens = torch.tensor([batch[rows[i]].ids[at] for i, _, at in targets], device=base.device)
             lengths = [min(depth, batch[row].positions - t) for row in rows]
             if config.draft_sampling is DraftSampling.TOP_K:
-                probs = top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
+                probs = top_k_accept_probs(draft, tokens, session.d2t, config.width)
             else:
                 hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
                 p = _target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
                 q = config.sampler.probs(draft)
-                if q.shape[1] < p.shape[1]:
-                    q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
+                q = torch.zeros_like(p).index_copy_(1, session.d2t, q)
                 if config.rule.name == "block":
                     on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
                     chains = torch.split(on_text, lengths, dim=1)

@@ -94,6 +94,11 @@ class StepwiseSession(Session, LogitsSource):
 
     drafter: StepwiseDrafter
 
+    @property
+    def d2t(self) -> Tensor:
+        """[W] int64: the target's token id of every draft id in the next proposal."""
+        return self.drafter.d2t
+
     @abstractmethod
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         """Prepare drafting a tree with the roots ``last_token`` ([B] int64); called before the first ``expand``."""
@@ -106,7 +111,7 @@ class StepwiseSession(Session, LogitsSource):
         if isinstance(draft_config.tree, CostTree):
             return self.draft_by_cost(last_token, draft_config, rng)
         self.start(last_token, draft_config)
-        return self.drafted(grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng))
+        return self.drafted(grow(self, last_token, draft_config, self.d2t, self.drafter.vocab_size, rng))
 
     def draft_by_cost(
         self,
@@ -117,7 +122,7 @@ class StepwiseSession(Session, LogitsSource):
         verified: int = 0,
     ) -> Proposal:
         """Draft a tree by cost, with which drafts of other drafters compete; see ``grow_by_cost``."""
-        room, ids = max(0, self.room), (self.drafter.d2t, self.drafter.vocab_size)
+        room, ids = max(0, self.room), (self.d2t, self.drafter.vocab_size)
         config = draft_config.truncate(room) if room else draft_config
 
         def start(levels: int) -> None:

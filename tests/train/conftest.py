@@ -22,6 +22,7 @@ OPTIONS = (
     "recipe=hydra_pp_smollm2",  # a head with attention and dropout
     "debug=tiny",
     "head.dropout=0.2",
+    "head.context_vocabulary=false",  # so that the score peaks before the end
     "stages=[corpora,train]",
     "log_every=1",
     "checkpoint.every_steps=2",

@@ -109,7 +109,8 @@ def allocated(run: RunConfig) -> int:
     ("medusa_smollm2", {"store_hidden_states": True}, ()),
     ("hydra_pp_smollm2", {}, ()),
     ("mlp_speculator_smollm2", {}, ()),
-    ("kangaroo_smollm2", {}, ()),
+    # Random ids are outside the draft vocabulary more often than an estimate assumes.
+    ("kangaroo_smollm2", {}, ("head.context_vocabulary=false",)),
     ("draft_lm_smollm2", {}, ()),
     ("eagle3_smollm2", {}, ("shard.checkpointing=true",)),
     ("dspark_smollm2", {}, ()),

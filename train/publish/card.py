@@ -235,10 +235,11 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
     revision = run.base.revision or getattr(head.base.model_config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
     is_full = len(head.d2t) == head.vocab_size
+    drafted = f"{len(head.d2t):,} of {head.vocab_size:,} ids{', and those of the context' * head.config.drafts_context}"
     rows = [
         ("base", f"{base_link(head)}{adapter}, revision {revision}, read in {str(head.base.dtype).split('.')[-1]}"),
         ("fingerprint of the base", f"`{head.base_identity['fingerprint']}`; drafthead refuses another base"),
-        ("draft vocabulary", "the base's own" if is_full else f"{len(head.d2t):,} of {head.vocab_size:,} ids"),
+        ("draft vocabulary", "the base's own" if is_full else drafted),
     ]
     if any(phase.corpus == "text" for phase in run.phases.values()):
         limit = "read while training" if data.text.stream else f"at most {data.text.max_tokens:,} tokens"

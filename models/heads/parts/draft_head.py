@@ -36,6 +36,7 @@ from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
+from drafthead.models.heads.parts.context_ids import BatchIds
 from drafthead.models.heads.parts.head_folder import check_draft_ids, write_head, write_trees
 from drafthead.models.heads.parts.induction import InductionHead
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
@@ -56,6 +57,10 @@ class DraftHeadConfig:
     draft_vocab_size: Annotated[int, Field(ge=SMALLEST)] | None = None
     """Size of the draft vocabulary: the most frequent tokens of the training answers, and those that end a turn. With
     null, the base's whole vocabulary."""
+    context_vocabulary: bool = False
+    """Let the induction head also copy ids of the context that the draft vocabulary lacks, such as those of names.
+    Their logits come from the base's output head, so ``own_lm_head`` must be false. It has no effect without an
+    induction head or a draft vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
     """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting reads copies of half or a quarter of
     the size. Verification does not, so exact acceptance rules stay exact; near-ties may be drafted differently. With
@@ -97,6 +102,9 @@ class DraftHeadConfig:
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
+        if self.drafts_context and getattr(self, "own_lm_head", False):
+            what = "head.context_vocabulary=true needs the base's output head"
+            raise UserError(f"{what}; set head.own_lm_head=false, or head.context_vocabulary=false")
         built = head(self, base, d2t)
         built.check_defined()
         if start:
@@ -125,6 +133,11 @@ class DraftHeadConfig:
     def low_rank(self) -> int:
         """Rank of the low-rank term that Markov correction and induction head add to the logits."""
         return self.markov_rank + self.induction_rank
+
+    @property
+    def drafts_context(self) -> bool:
+        """True if the ids of the context can be drafted, too."""
+        return self.context_vocabulary and self.induction_rank > 0
 
     @property
     def head_type(self) -> str:
@@ -353,8 +366,8 @@ class DraftHead(nn.Module, Drafter):
             low_rank = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=device)
             nn.init.zeros_(low_rank.weight)
             if self.induction is not None:
-                start = self.induction.start_projection(self.d2t, self.scaling.scale)
-                low_rank.weight.data[:, config.markov_rank :] = start
+                start = self.induction.projection(self.d2t, self.scaling.scale)
+                low_rank.weight.data[:, config.markov_rank :] = start.detach()
             self.add_module(self.low_rank_name, low_rank)
         self.confidence: nn.Linear | None = None
         self.has_confidence = config.confidence
@@ -398,6 +411,20 @@ class DraftHead(nn.Module, Drafter):
         """Return the projection of draft position k (0-based) for the loss, with the low-rank parts."""
         head = self.projection(k)
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
+
+    def widened(self, ids: Tensor) -> LMHead:
+        """Return the projection of all draft positions for the loss, with rows for the target ids ``ids`` [C] after
+        those of the draft vocabulary. Only if ``drafts_context``."""
+        head, rows = self.output_head(0), self.context_rows(ids)
+        assert head.low_rank is not None and rows.low_rank is not None
+        low_rank = torch.cat([head.low_rank, rows.low_rank.to(head.low_rank.dtype)])
+        return replace(head, weight=torch.cat([head.weight, rows.weight]), low_rank=low_rank)
+
+    def context_rows(self, ids: Tensor) -> LMHead:
+        """Return a projection to the target ids ``ids`` [C]: rows of the base's output head, and copied codes."""
+        assert self.induction is not None
+        codes = self.induction.projection(ids, self.scaling.scale)
+        return replace(self.base.lm_head.rows(ids), low_rank=F.pad(codes, (self.config.markov_rank, 0)))
 
     def markov_inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the Markov correction's inputs [..., r] after ``tokens`` [...], at draft positions whose projections
@@ -449,8 +476,10 @@ class DraftHead(nn.Module, Drafter):
             draft_targets = draft_targets.weighted(batch.weights.to(device), self.config.one_prediction)
         batch = batch.to(device)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
-        labels = draft_targets.labels(batch, base_hidden, self.t2d, self.target_lm_head)
-        heads = [self.output_head(k) for k in range(depth)]
+        seen = BatchIds.of(batch, self.t2d) if self.config.drafts_context else None
+        heads = [self.output_head(k) for k in range(depth)] if seen is None else [self.widened(seen.ids)] * depth
+        target_lm_head = self.target_lm_head if seen is None else replace(heads[0], low_rank=None)
+        labels = draft_targets.labels(batch, base_hidden, self.t2d, target_lm_head, seen)
         confidence = self.confidence_logits(hidden)
         loss_sum, stats = heads_loss(hidden, heads, labels, config, confidence=confidence, position_weights=weights)
         if self.config.one_prediction:
@@ -468,14 +497,22 @@ class DraftHead(nn.Module, Drafter):
         """
         draft_targets, batch = DraftTargets.of(batch, self.depth, self.base.device), batch.to(self.base.device)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
-        target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
+        seen = BatchIds.of(batch, self.t2d) if self.config.drafts_context else None
+        heads = [self.output_head(k) for k in range(self.depth)]
+        targets = draft_targets.target_idx
+        target_ids, unseen = self.t2d[batch.input_ids.flatten()[targets]], None
+        if seen is not None:
+            heads = [self.widened(seen.ids)] * self.depth
         count = batch.input_ids.numel()
         ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)
         for k, (valid, anchor_idx) in enumerate(zip(draft_targets.valid, draft_targets.anchor_idx, strict=True)):
+            anchors = draft_targets.anchors[anchor_idx]
+            if seen is not None:
+                target_ids = seen.draft_ids(self.t2d, len(self.d2t), targets, anchors)
+                unseen = seen.unseen(anchors)
             # The low-rank terms of markov and induction depend on the draft position, also if the state does not.
             if k == 0 or not self.config.one_prediction or self.config.low_rank:
-                at_targets = rank_of(hidden[k, anchor_idx], self.output_head(k), target_ids, top)
-            anchors = draft_targets.anchors[anchor_idx]
+                at_targets = rank_of(hidden[k, anchor_idx], heads[k], target_ids, top, unseen)
             ranks[torch.where(valid, anchors, count), k] = at_targets  # the last row collects invalid targets
         return ranks[:-1].view(*batch.input_ids.shape, self.depth)
 

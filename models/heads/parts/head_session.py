@@ -19,6 +19,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Proposal, SessionPart
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import NodeCache
 from drafthead.models.heads.parts.attention_layer import Layer
+from drafthead.models.heads.parts.context_ids import ContextIds
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
 from drafthead.models.kernels.cuda_graphs import StaticCalls
@@ -138,6 +139,10 @@ class HeadSession(StepwiseSession):
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
         self.parts = parts if self.copied is None else (*parts, self.copied)
+        self.seen: ContextIds | None = None
+        if head.config.drafts_context:
+            self.seen = ContextIds(head.t2d, rows, self.inference_head.context_rows)
+            self.parts = *self.parts, self.seen
 
     @property
     def reads_all_states(self) -> bool:
@@ -169,6 +174,11 @@ class HeadSession(StepwiseSession):
         self.lengths = lengths
         for part in self.parts:
             part.rollback(lengths)
+
+    @property
+    def d2t(self) -> Tensor:
+        head_ids = self.drafter.d2t
+        return head_ids if self.seen is None else torch.cat([head_ids, self.seen.ids])
 
     @property
     def drafts_at_once(self) -> bool:
@@ -222,7 +232,14 @@ class HeadSession(StepwiseSession):
         if self.copied is not None:
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
-        return head.scaling.scale_and_cap(logits + head.low_rank(self._added))
+        logits = logits + head.low_rank(self._added)
+        if self.seen is None or not len(self.seen.ids):
+            return head.scaling.scale_and_cap(logits)
+        context = self.seen.projection.product(torch.cat([hidden, self._added], -1))
+        logits = head.scaling.scale_and_cap(torch.cat([logits, context], -1))
+        if self.seen.missing is not None:
+            logits[..., -len(self.seen.ids) :].masked_fill_(self.seen.missing, -torch.inf)
+        return logits
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W], without

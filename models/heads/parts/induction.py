@@ -80,11 +80,11 @@ class InductionHead(nn.Module):
             return self.table[tokens]
         return F.rms_norm(self.codes_proj(self._embed(tokens)).unflatten(-1, (3, -1)), (self.rank,))
 
-    @torch.no_grad()
-    def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens ``d2t``
-        [W]. The weight is divided by ``scale``, by which the logits are multiplied later."""
-        return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
+    def projection(self, ids: Tensor, scale: float) -> Tensor:
+        """Return rows [n, r] of the low-rank projection for the target ids ``ids`` [n]: their scaled codes. The weight
+        of the draft vocabulary starts with these rows. They are divided by ``scale``, by which the logits are
+        multiplied later."""
+        return self.codes(ids)[:, COPIED] * (BOOST / (self.rank * scale))
 
     def forward(
         self, last: Tensor, before: Tensor, state: Tensor, context: Tensor, seen: Tensor, paired: Tensor

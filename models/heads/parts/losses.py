@@ -39,6 +39,8 @@ DPACE_FLOOR = 0.5
 would have almost no weight early in training."""
 
 
+ABSENT = -1e9
+"""Logit of an id that a document does not have: finite, since 0 * inf would be nan."""
 CHUNK_BYTES = {"cpu": 4 * 2**20, "accelerator": 64 * 2**20}
 """Size of one chunk's float32 logits: within a CPU's last-level cache, or large enough to keep a GPU busy. The peak
 memory is about three such matrices."""
@@ -123,9 +125,11 @@ class TargetDistribution:
     negative_entropy: Tensor  # [c] sum of p log p over the draft vocabulary
 
     @staticmethod
-    def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
-        """Return the distribution after the base's states [c, D]; ``head`` has only the draft vocabulary's rows."""
-        log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
+    def of(head: LMHead, hidden: Tensor, absent: Tensor | None = None) -> "TargetDistribution":
+        """Return the distribution after the base's states [c, D]; ``head`` has only the draft vocabulary's rows.
+        ``absent`` [c, C] marks those of the last C ids that are left out."""
+        logits = _without(_wide(head.logits(hidden.to(head.weight.dtype))), absent)
+        log_probs = logits.log_softmax(-1)
         probs = log_probs.exp()
         return TargetDistribution(probs, _row_dot(probs, log_probs))
 
@@ -146,7 +150,7 @@ class LossChunk:
     matrix of exponentials; autograd would allocate about twice as many [c, W] matrices.
     """
 
-    def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
+    def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor, absent: Tensor | None = None) -> None:
         """Compute the softmax of one draft position at c targets.
 
         Args:
@@ -154,9 +158,10 @@ class LossChunk:
             product: [c, W] logits before scale and soft-cap.
             ids: [c] int64 draft ids of the targets, -1 for targets outside the draft vocabulary.
             valid: [c] bool: False excludes the target.
+            absent: [c, C] bool: those of the last C draft ids that are left out.
         """
         self.head = head
-        self.logits = _wide(head.scale_and_cap(product))
+        self.logits = _without(_wide(head.scale_and_cap(product)), absent)
         self.weights = valid.to(self.logits.dtype)
         self.target_ids = ids.clamp(min=0)[:, None]
         self.ce_weights = (valid & (ids >= 0)).to(self.logits.dtype)
@@ -260,6 +265,12 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def _without(logits: Tensor, absent: Tensor | None) -> Tensor:
+    if absent is not None:
+        logits[:, logits.shape[1] - absent.shape[1] :].masked_fill_(absent, ABSENT)
+    return logits
+
+
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot product of each row of ``a`` with the same row of ``b``: [c, W], [c, W] -> [c]."""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
@@ -277,12 +288,17 @@ class Labels:
     target i."""
     target_hidden: Tensor | None  # [n, D] the base's final state one token before each target; None if not needed
     target_lm_head: LMHead | None  # the base's output head over the draft vocabulary; None if not needed
+    document: Tensor | None = None  # [n] int64 document of each target; only with ``absent``
+    absent: Tensor | None = None  # [documents, C] bool: which of the last C draft ids a document does not have
+
+    def absent_at(self, rows: slice) -> Tensor | None:
+        return None if self.absent is None or self.document is None else self.absent[self.document[rows]]
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
         """Return the base's distribution at some targets; None if these labels cannot give it."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
-        return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
+        return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows], self.absent_at(rows))
 
     def anchors(self) -> Tensor:
         if self.anchor_idx is not None:
@@ -349,9 +365,10 @@ def _paced_weights(
     right = torch.zeros_like(labels.valid)
     for start in range(0, probs.shape[1], rows):
         span = slice(start, start + rows)
+        absent = labels.absent_at(span)
         for k, head in enumerate(heads):
             product = head.product(hidden[k].index_select(0, anchors[k, span]).to(head.trained[0].dtype))
-            chunk = LossChunk(head, product, labels.ids[span], labels.valid[k, span])
+            chunk = LossChunk(head, product, labels.ids[span], labels.valid[k, span], absent)
             probs[k, span] = (chunk.target_logits - chunk.lse).exp() * chunk.ce_weights
             right[k, span] = (chunk.target_logits >= chunk.max_logits) & (chunk.ce_weights > 0)
     weigh = auf_weights if pace == AUF else dpace_weights
@@ -417,11 +434,11 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, n, rows):
             span = slice(start, min(n, start + rows))
             compared = config.needs_target_probs or confidence is not None or not training
-            target = labels.distribution(span) if compared else None
+            target, absent = labels.distribution(span) if compared else None, labels.absent_at(span)
             for k in range(depth):
                 predicted_from, valid = anchors[k, span], labels.valid[k, span]
                 h = hidden[k].index_select(0, predicted_from).to(heads[k].trained[0].dtype)
-                chunk = LossChunk(heads[k], heads[k].product(h), labels.ids[span], valid)
+                chunk = LossChunk(heads[k], heads[k].product(h), labels.ids[span], valid, absent)
                 stats[k] += chunk.stats(None if training else target)
                 if labels.weights is not None:
                     chunk.weigh(labels.weights[k, span])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.heads.parts.context_ids import BatchIds
 from drafthead.models.heads.parts.losses import Labels, chunk_rows
 from drafthead.models.kernels.packed import PackedMask
 
@@ -76,11 +77,24 @@ class DraftTargets:
         offsets = torch.arange(1, len(self.valid) + 1, device=self.anchors.device)
         return (self.anchors + offsets[:, None]).clamp_(max=self.mask.tokens - 1)
 
-    def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
+    def labels(
+        self,
+        batch: TrainBatch,
+        base_hidden: HiddenStates,
+        t2d: Tensor,
+        target_lm_head: LMHead,
+        seen: BatchIds | None = None,
+    ) -> Labels:
         """Return the labels for the loss. ``t2d`` [V] maps the base's ids to draft ids, -1 for ids outside the draft
-        vocabulary."""
+        vocabulary. ``seen`` gives these ids labels, too, where they occurred before the last position's anchor."""
+        ids, document = t2d[batch.input_ids.flatten()[self.target_idx]], None
+        if seen is not None:
+            size, document = len(target_lm_head.weight) - len(seen.ids), seen.document[self.target_idx]
+            ids = seen.draft_ids(t2d, size, self.target_idx, self.target_idx - 1 - len(self.valid))
         return Labels(
-            ids=t2d[batch.input_ids.flatten()[self.target_idx]],
+            ids=ids,
+            document=document,
+            absent=None if seen is None else seen.absent,
             valid=self.valid,
             weights=self.weights,
             anchor_idx=self.anchor_idx,
@@ -89,14 +103,17 @@ class DraftTargets:
         )
 
 
-def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tensor:
+def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int, unseen: Tensor | None = None) -> Tensor:
     """Return the rank of each target [n] int64: the number of likelier draft tokens, at most ``top``. ``hidden`` [n, D]
-    are the inputs of ``head``. ``target_ids`` [n] int64 are draft ids; -1 (outside the vocabulary) gets ``top``."""
+    are the inputs of ``head``. ``target_ids`` [n] int64 are draft ids; -1 (outside the vocabulary) gets ``top``. The
+    last C draft tokens are left out where ``unseen`` [n, C] is true."""
     ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
     for start in range(0, len(target_ids), size):
         rows = slice(start, start + size)
         logits = head.logits(hidden[rows].to(head.weight.dtype)).float()
+        if unseen is not None:
+            logits[:, logits.shape[1] - unseen.shape[1] :].masked_fill_(unseen[rows], -torch.inf)
         true = logits.gather(1, target_ids[rows].clamp(min=0)[:, None])
         ranks.append((logits > true).sum(-1).clamp(max=top))
     return torch.where(target_ids >= 0, torch.cat(ranks), top)

@@ -29,4 +29,9 @@ def with_more_ids(head: DraftHead, ids: Tensor) -> DraftHead:
             value.copy_(former[name])
         else:
             value[rows.to(value.device)] = former[name]
+    if wide.induction is not None and wide.low_rank is not None:
+        # A new head has other codes.
+        new = (~torch.isin(d2t, known)).to(head.d2t.device)
+        copied = wide.induction.projection(wide.d2t[new], wide.scaling.scale).detach()
+        wide.low_rank.weight.data[new, head.config.markov_rank :] = copied
     return wide.eval()

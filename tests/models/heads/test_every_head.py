@@ -37,7 +37,6 @@ from support import (
     assert_same_in_any_batch,
     cases,
     chain_levels,
-    drafted_logits,
     fitted,
     probs_of_answers,
     random_base,
@@ -49,7 +48,7 @@ from support import (
     small_base,
 )
 
-SAMPLED = ("hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark")
+SAMPLED = ("hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark", "dspark_context")
 UNTRAINED_AS_BASE = ("hydra", "hydra_pp", "mlp_on_base", "medusa", "medusa_last", "medusa_tied", "dspark_state")
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 COSTS = CostModel(verify={1: 1.0, 8: 1.1, 64: 9.0}, draft=0.01, overhead=0.0, context=8)
@@ -170,7 +169,8 @@ def follow(context: Context, texts: list[list[int]], expected: list[Tensor], sta
         levels.append((torch.stack([tokens(k + 1), tokens(k)], 1), parents))
     for k, actual in enumerate(context.logits(levels)):
         steps = torch.stack([w[k, start - 1] for w, start in zip(expected, starts.tolist(), strict=True)])
-        torch.testing.assert_close(actual[:, -1], steps, rtol=1e-3, atol=1e-3)
+        size = steps.shape[-1]  # without ids of the context
+        torch.testing.assert_close(actual[:, -1, :size], steps, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, config in HEADS.items() if config.confidence and config.markov_rank])
@@ -202,16 +202,17 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
 @every_head
 def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
     """The rank of each token of a text among a draft position's candidates is its rank in drafting."""
-    base, ids = tiny_base(), random_ids(16)
+    base, ids = tiny_base(), [*random_ids(9), *random_ids(7)]
     head = randomised(HEADS[kind].build(base, torch.arange(0, 300, 2))).eval()
-    batch = rows_of([ids])
+    batch = rows_of([random_ids(5, seed=1), ids])
     base_hidden = base.hidden_states(batch, head.spec)
-    ranks = head.candidate_ranks(batch, base_hidden, top=40)[0]
+    ranks = head.candidate_ranks(batch, base_hidden, top=40)[1]
     for t in range(len(ids) - 2):
-        context = base_hidden.map(lambda states, t=t: states[:, : t + 1])  # type: ignore[misc]
-        drafted = drafted_logits(head, ids[: t + 1], context, [*ids[t + 1 : t + 4], 7, 7][:3])
+        read = base_hidden.map(lambda states, t=t: states[1:, : t + 1])  # type: ignore[misc]
+        context = Context.of(head).read(torch.tensor([ids[: t + 1]]), read)
+        drafted = torch.cat(context.logits(chain_levels([*ids[t + 1 : t + 4], 7, 7][:3])), 1)[0]
         for k, logits in enumerate(drafted):
-            listed = head.d2t[logits.topk(40).indices].tolist()
+            listed = context.session.d2t[logits.topk(40).indices].tolist()
             target = ids[t + 2 + k] if t + 2 + k < len(ids) else None
             assert ranks[t, k] == (-1 if target is None else listed.index(target) if target in listed else 40), (t, k)
 
@@ -266,10 +267,15 @@ def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
         assert shared or [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
 
 
+def part_for_context(kind: str) -> Tensor | None:
+    """Return a draft vocabulary that leaves ids to the context; None for heads that draft no others."""
+    return torch.arange(0, 300, 2) if HEADS[kind].context_vocabulary else None
+
+
 @every_case
 def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, kind: str) -> None:
     base = tiny_base()
-    head = randomised(HEADS[kind].build(base), 0.05).eval()
+    head = randomised(HEADS[kind].build(base, part_for_context(kind)), 0.05).eval()
     assert_rows_are_independent(base, head, PLANS["tree"])
     drawn = DraftConfig(tree=TokenTree.expansion([2, 1, 1]), draft_sampling=DraftSampling.WITH_REPLACEMENT)
     for draft_config in (PLANS["tree"], drawn):
@@ -344,15 +350,15 @@ def test_training_renews_what_drafting_packed(tiny_base: TinyBase, kind: str) ->
     assert head.inference() is packed and head.to("cpu").inference() is not packed
 
 
-@pytest.mark.parametrize("kind", cases_of((), SAMPLED, fast=("mlp",)))
+@pytest.mark.parametrize("kind", cases_of((), SAMPLED, fast=("mlp", "dspark_context")))
 def test_sampled_text_is_distributed_as_without_a_head(kind: str) -> None:
     """Trees of nodes sampled without replacement, in a batch of two prompts: chi-square over all answers."""
     base, sampler, length = small_base(), Sampler(temperature=1.0, top_k=3), 3
     prompts = [[9, 10, 11, 12, 13, 14, 15], [250]]
     answers = {tuple(prompt): probs_of_answers(base, prompt, sampler, length) for prompt in prompts}
     texts = [[*prompt, *answer] for prompt, actual in answers.items() for answer in actual]
-    config = replace(HEADS[kind], num_layers=1) if kind in ("draft_lm", "dspark") else HEADS[kind]
-    head = fitted(config.build(base), rows_of(texts), 12)
+    config = replace(HEADS[kind], num_layers=1) if kind.startswith(("draft_lm", "dspark")) else HEADS[kind]
+    head = fitted(config.build(base, part_for_context(kind)), rows_of(texts), 12)
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 2]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     assert_distributed(base, head, prompts, 150, length, draft_config=draft_config, sampler=sampler)
 

@@ -36,6 +36,19 @@ def test_former_ids_keep_their_logits(config: DraftHeadConfig, tiny_base: TinyBa
     assert not torch.allclose(after[..., torch.searchsorted(wide.d2t, torch.tensor([9, 122]))], torch.zeros(2))
 
 
+def test_more_ids_can_be_copied(tiny_base: TinyBase) -> None:
+    """A new id gets the code that the trained induction head copies."""
+    config = MedusaConfig(num_draft_tokens=2, own_lm_head=False, induction_rank=8)
+    wide = with_more_ids(config.build(tiny_base(), torch.arange(100)).eval(), torch.tensor([122]))
+    ids = [7, 122, *range(30, 40)]  # 122 followed the last committed token, 7
+    hidden = wide.base_model.hidden_states(TrainBatch.of([ids], 1), wide.spec)
+    logits = drafted_logits(wide, ids, hidden, [7])[0]
+    with torch.no_grad():
+        wide.low_rank.weight[-1] = 0.0
+    wide.train().eval()  # packs the weights again
+    assert float(logits[-1] - drafted_logits(wide, ids, hidden, [7])[0][-1]) > 4.0
+
+
 def test_a_head_without_missing_ids_is_kept(tiny_base: TinyBase) -> None:
     whole = MedusaConfig(num_draft_tokens=2).build(tiny_base())
     part = MedusaConfig(num_draft_tokens=2).build(tiny_base(), torch.arange(100))
