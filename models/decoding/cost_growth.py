@@ -37,6 +37,7 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 AHEAD = 8  # levels beyond the drafted ones whose expected drafts are considered
+SMALL = 0.5  # share of a node's mean price below which a node gets no children
 EXPECTED = 4  # nodes of a level that are expected to get children, and children of each
 
 
@@ -53,9 +54,11 @@ class DraftTree:
     def add(self, token: int, parent: int, score: float) -> int:
         """Add a draft; return its number."""
         node, depth = len(self.tokens), self._depths[parent] + 1
-        for values, value in ((self.tokens, token), (self.parents, parent), (self.slots, -1), (self.laws, 0)):
-            values.append(value)
+        self.tokens.append(token)
+        self.parents.append(parent)
         self.scores.append(score)
+        self.slots.append(-1)
+        self.laws.append(0)
         self._depths.append(depth)
         if depth == len(self._levels):
             self._levels.append([])
@@ -134,6 +137,8 @@ class _Rule:
         self.tree, self.model, self.pooled = config.tree, config.tree.costs.acceptance, config.tree.costs.pooled
         self.prices = self.tree.costs.prices(rows)
         self.rate = self.prices.rate(config.speedup or self.prices.speedup)
+        seconds = self.prices.verify[: self.tree.nodes]
+        self.least = SMALL * self.rate * (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
 
     def best(self, scores: Sequence[Sequence[float]], verified: int = 0) -> tuple[int, float]:
         """Return how many drafts of each row pay, if the rows have drafts of ``scores``, and the tokens that they add
@@ -204,8 +209,8 @@ def grow_by_cost(
             start(last)
         else:
             chance = rule.model.expected(levels + 1)[0]
-            # If all levels are drafted already, further nodes cost next to nothing.
-            lowest = [0.0] * len(trees) if source.drafts_at_once else choice.lowest
+            # If all levels are drafted already, a further node costs only its own candidates.
+            lowest = [rule.least] * len(trees) if source.drafts_at_once else choice.lowest
             frontier = frontier.next(trees, levels, chance, lowest, rule.tree.width)
             if not frontier.size:
                 break
