@@ -60,8 +60,8 @@ class BatchIds:
         return self.first == len(self.tokens)
 
     def draft_ids(self, t2d: Tensor, size: int, targets: Tensor, anchors: Tensor) -> Tensor:
-        """Return the draft ids [n] of the tokens at ``targets`` [n], drafted after ``anchors`` [n] (indices in [N]); -1
-        for an id outside the draft vocabulary of ``size`` = W ids that does not occur up to the anchor."""
+        """Return the draft ids [n] of the tokens at ``targets`` [n], drafted after ``anchors`` [n]; both are indices in
+        [N]. An id outside the draft vocabulary of ``size`` = W ids gets -1 if it does not occur up to the anchor."""
         tokens = self.tokens[targets]
         inside = t2d[tokens]
         if not len(self.ids):
@@ -81,7 +81,7 @@ class ContextIds(SessionPart):
     def __init__(self, t2d: Tensor, rows: int, projection: Callable[[Tensor], LMHead]) -> None:
         """``t2d`` [V] is -1 for ids outside the draft vocabulary; ``projection`` returns the rows for such ids."""
         self._t2d, self._lengths, self._projection = t2d, [0] * rows, projection
-        self._first: list[dict[int, int]] = [{} for _ in range(rows)]  # by row: id, position where it first occurs
+        self._first: list[dict[int, int]] = [{} for _ in range(rows)]  # by row: id and first position
         self._update()
 
     def _update(self) -> None:

@@ -208,8 +208,8 @@ def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
     base_hidden = base.hidden_states(batch, head.spec)
     ranks = head.candidate_ranks(batch, base_hidden, top=40)[1]
     for t in range(len(ids) - 2):
-        read = base_hidden.map(lambda states, t=t: states[1:, : t + 1])  # type: ignore[misc]
-        context = Context.of(head).read(torch.tensor([ids[: t + 1]]), read)
+        so_far = base_hidden.map(lambda states, t=t: states[1:, : t + 1])  # type: ignore[misc]
+        context = Context.of(head).read(torch.tensor([ids[: t + 1]]), so_far)
         drafted = torch.cat(context.logits(chain_levels([*ids[t + 1 : t + 4], 7, 7][:3])), 1)[0]
         for k, logits in enumerate(drafted):
             listed = context.session.d2t[logits.topk(40).indices].tolist()
