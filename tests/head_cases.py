@@ -15,7 +15,7 @@ from drafthead.models.heads.parts.loading import config_class, head_types
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "new_head.md"
 EXAMPLE = "my_head"
 INDUCTION: dict[str, Any] = {"own_lm_head": False, "induction_rank": 6}
-CONTEXT: dict[str, Any] = {"induction_rank": 6, "context_vocabulary": True}
+CONTEXT: dict[str, Any] = {"induction_rank": 6, "context_vocabulary": True, "draft_vocab_size": 150}
 PARTS: dict[str, Any] = {"induction_rank": 6, "markov_rank": 4, "confidence": True}
 TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "hydra": {

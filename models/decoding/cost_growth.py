@@ -138,7 +138,7 @@ class _Rule:
         self.prices = self.tree.costs.prices(rows)
         self.rate = self.prices.rate(config.speedup or self.prices.speedup)
         seconds = self.prices.verify[: self.tree.nodes]
-        self.least = SMALL * self.rate * (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+        self.least = SMALL * self.rate * (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1) / rows
 
     def best(self, scores: Sequence[Sequence[float]], verified: int = 0) -> tuple[int, float]:
         """Return how many drafts of each row pay, if the rows have drafts of ``scores``, and the tokens that they add

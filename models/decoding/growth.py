@@ -168,7 +168,7 @@ def grow(
     likelihoods = torch.ones(tokens.shape, device=device) if draft_config.likelihoods else None
     probs: list[Tensor] = []
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
-    for level in tree_levels(tree, device, sampled, len(d2t)):
+    for level in tree_levels(tree, device, sampled, min(len(d2t), len(tree))):  # cached: d2t may grow with the context
         logits = source.expand(*frontier)
         slots = level.slots
         if not stopping.has_parents(source):

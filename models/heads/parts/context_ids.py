@@ -82,18 +82,41 @@ class ContextIds(SessionPart):
         """``t2d`` [V] is -1 for ids outside the draft vocabulary; ``projection`` returns the rows for such ids."""
         self._t2d, self._lengths, self._projection = t2d, [0] * rows, projection
         self._first: list[dict[int, int]] = [{} for _ in range(rows)]  # by row: id and first position
-        self._update()
+        self._stale = True
+
+    @property
+    def ids(self) -> Tensor:
+        """[C] int64 ids of all rows, ascending."""
+        if self._stale:
+            self._update()
+        return self._ids
+
+    @property
+    def projection(self) -> LMHead:
+        """Rows of the projection for ``ids``."""
+        if self._stale:
+            self._update()
+        return self._rows
+
+    @property
+    def missing(self) -> Tensor | None:
+        """[B, 1, C] bool: ids that do not occur in a row; None if there are none."""
+        if self._stale:
+            self._update()
+        return self._missing
 
     def _update(self) -> None:
-        device = self._t2d.device
-        ids = sorted(set().union(*self._first))
-        self.ids = torch.tensor(ids, dtype=torch.int64, device=device)
-        """[C] int64 ids of all rows, ascending."""
-        self.projection = self._projection(self.ids)
-        self.missing: Tensor | None = None
-        """[B, 1, C] bool: ids that do not occur in a row; None if there are none."""
+        ids, device = sorted(set().union(*self._first)), self._t2d.device
+        self._ids = torch.tensor(ids, dtype=torch.int64, device=device)
+        self._rows = self._projection(self._ids)
+        self._missing: Tensor | None = None
         if any(len(row) < len(ids) for row in self._first):
-            self.missing = torch.tensor([[i not in row for i in ids] for row in self._first], device=device)[:, None]
+            column = {token: n for n, token in enumerate(ids)}
+            missing = torch.ones(len(self._first), 1, len(ids), dtype=torch.bool)
+            for row, first in enumerate(self._first):
+                missing[row, 0, [column[token] for token in first]] = False
+            self._missing = missing.to(device)
+        self._stale = False
 
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden = None, nodes: Tensor | None = None
@@ -106,16 +129,17 @@ class ContextIds(SessionPart):
                 if at < counts[row]:
                     self._first[row].setdefault(values[row][at], self._lengths[row] + at)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        if sum(map(len, self._first)) > known:
-            self._update()
+        self._stale |= sum(map(len, self._first)) > known
 
     def select(self, rows: list[int]) -> None:
-        self._lengths, self._first = [self._lengths[row] for row in rows], [dict(self._first[row]) for row in rows]
-        self._update()
+        if rows != list(range(len(self._first))):
+            self._lengths = [self._lengths[row] for row in rows]
+            self._first, self._stale = [dict(self._first[row]) for row in rows], True
 
     def rollback(self, lengths: list[int]) -> None:
+        for row, length in enumerate(lengths):
+            if length < self._lengths[row]:
+                kept = {token: at for token, at in self._first[row].items() if at < length}
+                self._stale |= len(kept) < len(self._first[row])
+                self._first[row] = kept
         self._lengths = list(lengths)
-        self._first = [
-            {i: at for i, at in row.items() if at < length} for row, length in zip(self._first, lengths, strict=True)
-        ]
-        self._update()

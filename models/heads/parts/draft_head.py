@@ -102,11 +102,11 @@ class DraftHeadConfig:
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
-        if self.drafts_context and getattr(self, "own_lm_head", False):
-            what = "head.context_vocabulary=true needs the base's output head"
-            raise UserError(f"{what}; set head.own_lm_head=false, or head.context_vocabulary=false")
         built = head(self, base, d2t)
         built.check_defined()
+        if self.drafts_context and built.projection(0).weight is not built.target_lm_head.weight:
+            what = "head.context_vocabulary=true needs the base's output head"
+            raise UserError(f"{what}; set head.own_lm_head=false, or head.context_vocabulary=false")
         if start:
             built.initialise()
         return built
@@ -137,7 +137,7 @@ class DraftHeadConfig:
     @property
     def drafts_context(self) -> bool:
         """True if the ids of the context can be drafted, too."""
-        return self.context_vocabulary and self.induction_rank > 0
+        return self.context_vocabulary and self.induction_rank > 0 and self.draft_vocab_size is not None
 
     @property
     def head_type(self) -> str:

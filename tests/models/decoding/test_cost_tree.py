@@ -119,6 +119,14 @@ def test_the_best_tree_of_all_is_grown(rows: int, at_once: bool) -> None:
         )
 
 
+def test_heads_that_draft_at_once_get_trees_of_the_same_size_in_batches() -> None:
+    """Rows share the price of a node, so nodes of low scores get children, too."""
+    tree = CostTree(costs=costs({1: 1.0, 8: 1.02, 64: 1.2, 512: 4.0}), nodes=16, width=4, depth=3)
+    for seed in range(4):
+        at_once, by_level = (grown(Table(8, seed, at_once), tree, 8) for at_once in (True, False))
+        assert len(at_once.shape) == len(by_level.shape)
+
+
 def test_a_level_is_drafted_only_while_it_is_expected_to_pay() -> None:
     likely, unlikely = AcceptanceModel(mean=[[0.9]]), AcceptanceModel(mean=[[0.01]])
     for model, draft, verify, levels in ((likely, 0.0, CHEAP, 3), (unlikely, 0.1, CHEAP, 0), (likely, 0.0, DEAR, 0)):
