@@ -139,7 +139,7 @@ class ContextIds(SessionPart):
     def rollback(self, lengths: list[int]) -> None:
         for row, length in enumerate(lengths):
             if length < self._lengths[row]:
-                kept = {token: at for token, at in self._first[row].items() if at < length}
-                self._stale |= len(kept) < len(self._first[row])
-                self._first[row] = kept
+                remaining = {token: at for token, at in self._first[row].items() if at < length}
+                self._stale |= len(remaining) < len(self._first[row])
+                self._first[row] = remaining
         self._lengths = list(lengths)
