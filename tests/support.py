@@ -455,7 +455,7 @@ def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
     folders = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, *folders])
-    return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    return parse_run(cfg, overrides), OmegaConf.to_yaml(cfg, resolve=True)
 
 
 def run_together(commands: Sequence[Sequence[str]], *environments: dict[str, str], timeout_s: float = 600) -> None:

@@ -32,6 +32,9 @@ from drafthead.train.tracking.tracker import TrackerConfig
 from drafthead.train.trainer.loss_spikes import LossSpikeConfig
 from drafthead.train.trainer.optim import OptimConfig
 
+WITHOUT_WEIGHTS = frozenset({"context_vocabulary", "draft_dtype", "places"})
+"""Settings of a head that a continued training may change, because no trained weight depends on them."""
+
 Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push"]  # in order; functions of pipeline.py
 
 
@@ -144,8 +147,9 @@ class RunConfig:
     because some export formats need the whole vocabulary."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
-    repository. Settings and draft vocabulary are those of that head. Its base may be another one of equal sizes, such
-    as the model that ``base`` was fine-tuned from."""
+    repository. Settings and draft vocabulary are those of that head; only ``head.context_vocabulary``,
+    ``head.draft_dtype`` and ``head.places`` may be set. Its base may be another one of equal sizes, such as the model
+    that ``base`` was fine-tuned from."""
     extend_vocabulary: bool = False
     """Add tokens that repeat in the answers to the draft vocabulary of the ``init_from`` head. Their rows of trained
     weights start as in a new head."""
@@ -230,14 +234,15 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=[override(item, RunConfig) for item in overrides]))
+            return parse_run(compose("train", overrides=[override(item, RunConfig) for item in overrides]), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
 
-def parse_run(cfg: DictConfig) -> RunConfig:
+def parse_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """Convert a composed recipe to checked settings; reject settings that exclude each other. A null
-    ``data.answers.fresh`` becomes true if packaged answers are of another base than this one."""
+    ``data.answers.fresh`` becomes true if packaged answers are of another base than this one. ``overrides`` are those
+    of the command line, which a continued head must not contradict."""
     run = parse(cfg, RunConfig)
     answers = run.data.answers
     if answers.fresh is None:  # packaged answers are those of the embedded base
@@ -251,7 +256,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if not run.data.has_own_prompts or run.eval.tasks:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
     if run.init_from is not None and not run.trains_base:
-        _take_settings(run, run.init_from)
+        _take_settings(run, run.init_from, overrides)
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
@@ -288,8 +293,9 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     return run
 
 
-def _take_settings(run: RunConfig, saved: str) -> None:
-    """Set ``run.head`` to the settings of the head that the run continues; reject another type of head."""
+def _take_settings(run: RunConfig, saved: str, overrides: Sequence[str]) -> None:
+    """Set ``run.head`` to the settings of the head that the run continues, and those of ``WITHOUT_WEIGHTS`` to what
+    ``overrides`` give. Reject another type of head and overrides of other settings."""
     folder = resolve_folder(saved)
     content = read_head_config(folder)
     head_type, named = content["head_type"], run.head.get("head_type")
@@ -299,7 +305,13 @@ def _take_settings(run: RunConfig, saved: str) -> None:
     if adapter_of(trained) and run.base.adapter is None and run.base.name == trained.get("name"):
         what = f"init_from={saved} belongs to {trained['name']} with an adapter, but base has none"
         raise UserError(f"{what}; add base.adapter={folder / ADAPTER}, or name the merged model as base.name")
-    run.head = {"head_type": head_type, **asdict(saved_head_config(folder, content))}
+    own = asdict(saved_head_config(folder, content))
+    given = {item.partition("=")[0].lstrip("+~") for item in overrides}
+    chosen = {key: value for key, value in run.head.items() if f"head.{key}" in given and value != own.get(key)}
+    for key in chosen.keys() - WITHOUT_WEIGHTS:
+        what = f"head.{key}={chosen[key]}, but init_from={saved} was trained with {own.get(key)}"
+        raise UserError(f"{what} and keeps its settings; leave head.{key} out")
+    run.head = {"head_type": head_type, **own, **chosen}
 
 
 def _check_base_training(run: RunConfig) -> None:

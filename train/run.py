@@ -22,6 +22,7 @@ from pathlib import Path
 if not __package__:  # run as a file: look in the checkout, not in train/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from drafthead.errors import print_any_text
@@ -33,7 +34,7 @@ from drafthead.train.pipeline import run_pipeline
 
 
 def _main(cfg: DictConfig) -> None:
-    run = parse_run(cfg)
+    run = parse_run(cfg, HydraConfig.get().overrides.task)
     if run.mode == "estimate":
         print_estimate(run)
         return

@@ -13,7 +13,7 @@ from drafthead.data.prompts.suites import OWN
 from drafthead.errors import UserError
 from drafthead.files.local import read_json, write_json
 from drafthead.settings.schema import default_of, flatten
-from drafthead.train.config import RunConfig
+from drafthead.train.config import WITHOUT_WEIGHTS, RunConfig
 
 SETTINGS = "training-settings.json"
 HOLDS = "hold_out_own_prompts"  # true if ``eval.suite`` keeps some of the user's prompts out of training
@@ -65,15 +65,15 @@ def check_settings(path: Path, run: RunConfig) -> None:
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config()), HOLDS: False})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):
-        if run.init_from is not None and key.startswith("head."):
-            continue  # all of these are settings of that head
+        if run.init_from is not None and key.startswith("head.") and key[5:] not in WITHOUT_WEIGHTS:
+            continue  # these are settings of that head
         old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))
         # Python's 0 equals False, but as settings they differ.
         if is_trained and (old != new or isinstance(old, bool) != isinstance(new, bool)):
             old_value, new_value = ("no value" if value is _ABSENT else repr(value) for value in (old, new))
             raise UserError(
-                f"{folder} was trained with {' '.join(key.split())}={old_value}, this recipe has {new_value}; give the "
-                "run another name (name=...), or start over with resume=false"
+                f"{folder} was trained with {' '.join(key.split())}={old_value}, this recipe has {new_value}; set it "
+                "as it was to continue, give the run another name (name=...), or start over with resume=false"
             )
 
 

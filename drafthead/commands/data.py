@@ -10,6 +10,7 @@ The settings are those of `drafthead train`.
 
 from contextlib import ExitStack
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from drafthead.settings.compose import run_recipe, say
@@ -21,7 +22,7 @@ from drafthead.train.preflight import preflight
 
 
 def _main(cfg: DictConfig) -> None:
-    run = parse_run(cfg)
+    run = parse_run(cfg, HydraConfig.get().overrides.task)
     with signals.install_handlers(say), ExitStack() as at_end, launched(run) as launch:
         if launch.is_main:
             preflight(run)

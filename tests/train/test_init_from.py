@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.errors import UserError
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.train.pipeline import run_pipeline
 from support import composed, losses_of, refuses
 
@@ -23,6 +24,17 @@ def test_few_answers_have_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     train(tmp_path, *few, "max_draft_vocab_size=null", "head.draft_vocab_size=300")
     output = capsys.readouterr().out
     assert re.search(r"draft_vocab_size=300, but the answers have only \d+ different tokens", output)
+
+
+def test_settings_of_the_command_line_are_never_dropped(tmp_path: Path) -> None:
+    few = ("data.answers.prompts=20", "data.answers.sampler.max_new_tokens=3", "phases.distill.steps=1")
+    first = train(tmp_path, *few, "head.induction_rank=4", "head.context_vocabulary=false")
+    init = (*few, f"init_from={first / 'head'}")
+    second = train(tmp_path / "second", *init, "head.context_vocabulary=true")
+    assert load_head(second / "head").config.drafts_context, "no trained weight depends on it"
+    other = load_head(train(tmp_path / "third", *init) / "head").config
+    assert not other.context_vocabulary and other.induction_rank == 4, "the recipe's settings give way to the head's"
+    refuses("head.induction_rank=8.*trained with 4", composed, tmp_path, *TINY, *init, "head.induction_rank=8")
 
 
 @pytest.mark.slow

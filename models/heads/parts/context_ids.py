@@ -3,7 +3,10 @@ context, too.
 
 A small draft vocabulary lacks a tenth to a fifth of an answer's tokens, and most of these occurred before, where the
 induction head finds them. Their logits need no trained weights: they come from the base's output head, and from the
-codes that the induction head gives every id. Draft ids W, W + 1, ... stand for these ids, after the W of ``d2t``.
+codes that the induction head gives every id. Their draft ids follow the W of the draft vocabulary: W, W + 1, ...
+
+A row may draft only what it has read: training hides an id before its first occurrence in the document, decoding hides
+the ids of other rows.
 
 Shape legend: B rows, T tokens, N = B * T, n predictions, W draft vocabulary, C ids of contexts outside it.
 """
@@ -75,6 +78,15 @@ class BatchIds:
         return self.first[self.document[anchors]] > anchors[:, None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CurrentIds:
+    """The ids outside the draft vocabulary in all rows of a batch that is decoded."""
+
+    ids: Tensor  # [C] int64, ascending
+    projection: LMHead  # with a row for each of ``ids``
+    missing: Tensor | None  # [B, 1, C] bool: ids that do not occur in a row; None if there are none
+
+
 class ContextIds(SessionPart):
     """The ids outside the draft vocabulary in the rows being decoded."""
 
@@ -82,41 +94,21 @@ class ContextIds(SessionPart):
         """``t2d`` [V] is -1 for ids outside the draft vocabulary; ``projection`` returns the rows for such ids."""
         self._t2d, self._lengths, self._projection = t2d, [0] * rows, projection
         self._first: list[dict[int, int]] = [{} for _ in range(rows)]  # by row: id and first position
-        self._stale = True
+        self._current: CurrentIds | None = None  # None: out of date
 
     @property
-    def ids(self) -> Tensor:
-        """[C] int64 ids of all rows, ascending."""
-        if self._stale:
-            self._update()
-        return self._ids
-
-    @property
-    def projection(self) -> LMHead:
-        """Rows of the projection for ``ids``."""
-        if self._stale:
-            self._update()
-        return self._rows
-
-    @property
-    def missing(self) -> Tensor | None:
-        """[B, 1, C] bool: ids that do not occur in a row; None if there are none."""
-        if self._stale:
-            self._update()
-        return self._missing
-
-    def _update(self) -> None:
-        ids, device = sorted(set().union(*self._first)), self._t2d.device
-        self._ids = torch.tensor(ids, dtype=torch.int64, device=device)
-        self._rows = self._projection(self._ids)
-        self._missing: Tensor | None = None
-        if any(len(row) < len(ids) for row in self._first):
-            column = {token: n for n, token in enumerate(ids)}
-            missing = torch.ones(len(self._first), 1, len(ids), dtype=torch.bool)
-            for row, first in enumerate(self._first):
-                missing[row, 0, [column[token] for token in first]] = False
-            self._missing = missing.to(device)
-        self._stale = False
+    def current(self) -> CurrentIds:
+        if self._current is None:
+            ids, device, missing = sorted(set().union(*self._first)), self._t2d.device, None
+            if any(len(row) < len(ids) for row in self._first):
+                column = {token: n for n, token in enumerate(ids)}
+                missing = torch.ones(len(self._first), 1, len(ids), dtype=torch.bool)
+                for row, first in enumerate(self._first):
+                    missing[row, 0, [column[token] for token in first]] = False
+                missing = missing.to(device)
+            tensor = torch.tensor(ids, dtype=torch.int64, device=device)
+            self._current = CurrentIds(ids=tensor, projection=self._projection(tensor), missing=missing)
+        return self._current
 
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: BaseHidden = None, nodes: Tensor | None = None
@@ -129,17 +121,18 @@ class ContextIds(SessionPart):
                 if at < counts[row]:
                     self._first[row].setdefault(values[row][at], self._lengths[row] + at)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        self._stale |= sum(map(len, self._first)) > known
+        if sum(map(len, self._first)) > known:
+            self._current = None
 
     def select(self, rows: list[int]) -> None:
         if rows != list(range(len(self._first))):
             self._lengths = [self._lengths[row] for row in rows]
-            self._first, self._stale = [dict(self._first[row]) for row in rows], True
+            self._first, self._current = [dict(self._first[row]) for row in rows], None
 
     def rollback(self, lengths: list[int]) -> None:
         for row, length in enumerate(lengths):
             if length < self._lengths[row]:
                 remaining = {token: at for token, at in self._first[row].items() if at < length}
-                self._stale |= len(remaining) < len(self._first[row])
-                self._first[row] = remaining
+                if len(remaining) < len(self._first[row]):
+                    self._first[row], self._current = remaining, None
         self._lengths = list(lengths)

@@ -104,9 +104,6 @@ class DraftHeadConfig:
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
         built = head(self, base, d2t)
         built.check_defined()
-        if self.drafts_context and built.projection(0).weight is not built.target_lm_head.weight:
-            what = "head.context_vocabulary=true needs the base's output head"
-            raise UserError(f"{what}; set head.own_lm_head=false, or head.context_vocabulary=false")
         if start:
             built.initialise()
         return built
@@ -222,7 +219,7 @@ class DraftHead(nn.Module, Drafter):
         return self.base
 
     def check_defined(self) -> None:
-        """Raise a ``UserError`` that names what a subclass must define and has not."""
+        """Raise a ``UserError`` that names what a subclass must define and has not, or a setting that it excludes."""
         kind = type(self)
         trains = kind.advance is not DraftHead.advance or kind.hidden_at_positions is not DraftHead.hidden_at_positions
         needed = {
@@ -232,6 +229,9 @@ class DraftHead(nn.Module, Drafter):
         }
         if missing := [what for what, defined in needed.items() if not defined]:
             raise UserError(f"{kind.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md shows how")
+        if self.config.drafts_context and self.projection(0).weight is not self.target_lm_head.weight:
+            what = "head.context_vocabulary=true needs the base's output head"
+            raise UserError(f"{what}; set head.own_lm_head=false, or head.context_vocabulary=false")
 
     def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:
         """Return the base's frozen embeddings of ``tokens``, [...] int64 -> [..., D]; ``unit`` scales each to RMS 1."""

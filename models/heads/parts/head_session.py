@@ -178,7 +178,7 @@ class HeadSession(StepwiseSession):
     @property
     def d2t(self) -> Tensor:
         head_ids = self.drafter.d2t
-        return head_ids if self.seen is None else torch.cat([head_ids, self.seen.ids])
+        return head_ids if self.seen is None else torch.cat([head_ids, self.seen.current.ids])
 
     @property
     def drafts_at_once(self) -> bool:
@@ -233,12 +233,12 @@ class HeadSession(StepwiseSession):
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
         logits = logits + head.low_rank(self._added)
-        if self.seen is None or not len(self.seen.ids):
+        if self.seen is None or not len((seen := self.seen.current).ids):
             return head.scaling.scale_and_cap(logits)
-        context = self.seen.projection.product(torch.cat([hidden, self._added], -1))
+        context = seen.projection.product(torch.cat([hidden, self._added], -1))
         logits = head.scaling.scale_and_cap(torch.cat([logits, context], -1))
-        if self.seen.missing is not None:
-            logits[..., -len(self.seen.ids) :].masked_fill_(self.seen.missing, -torch.inf)
+        if seen.missing is not None:
+            logits[..., -len(seen.ids) :].masked_fill_(seen.missing, -torch.inf)
         return logits
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
