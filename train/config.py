@@ -32,8 +32,8 @@ from drafthead.train.tracking.tracker import TrackerConfig
 from drafthead.train.trainer.loss_spikes import LossSpikeConfig
 from drafthead.train.trainer.optim import OptimConfig
 
-WITHOUT_WEIGHTS = frozenset({"context_vocabulary", "draft_dtype", "places"})
-"""Settings of a head that a continued training may change, because no trained weight depends on them."""
+CHANGEABLE = frozenset({"num_draft_tokens", "ttt_steps", "context_vocabulary", "draft_dtype", "places"})
+"""Settings of a head that a continued training may change; draft positions may only be added."""
 
 Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push"]  # in order; functions of pipeline.py
 
@@ -147,9 +147,9 @@ class RunConfig:
     because some export formats need the whole vocabulary."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
-    repository. Settings and draft vocabulary are those of that head; only ``head.context_vocabulary``,
-    ``head.draft_dtype`` and ``head.places`` may be set. Its base may be another one of equal sizes, such as the model
-    that ``base`` was fine-tuned from."""
+    repository. Settings and draft vocabulary are those of that head. A larger ``head.num_draft_tokens`` adds draft
+    positions, and ``head.context_vocabulary``, ``head.ttt_steps``, ``head.places`` and ``head.draft_dtype`` may be set.
+    Its base may be another one of equal sizes, such as the model that ``base`` was fine-tuned from."""
     extend_vocabulary: bool = False
     """Add tokens that repeat in the answers to the draft vocabulary of the ``init_from`` head. Their rows of trained
     weights start as in a new head."""
@@ -255,11 +255,11 @@ def parse_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
             phase.store_hidden_states = phase.store_hidden_states or phase.corpus == "answers"
     if not run.data.has_own_prompts or run.eval.tasks:
         run.eval.suite = run.eval.suite.removeprefix(OWN)
-    if run.init_from is not None and not run.trains_base:
-        _take_settings(run, run.init_from, overrides)
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
+    if run.init_from is not None and not run.trains_base:
+        _take_settings(run, run.init_from, overrides)
     if run.init_data is not None and run.init_from is None:
         raise UserError("init_data needs init_from, which is not set; set init_from to a head, or leave init_data out")
     if run.extend_vocabulary and run.init_from is None:
@@ -294,8 +294,8 @@ def parse_run(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _take_settings(run: RunConfig, saved: str, overrides: Sequence[str]) -> None:
-    """Set ``run.head`` to the settings of the head that the run continues, and those of ``WITHOUT_WEIGHTS`` to what
-    ``overrides`` give. Reject another type of head and overrides of other settings."""
+    """Set ``run.head`` to the settings of the head that the run continues, and ``CHANGEABLE`` ones to what
+    ``overrides`` give. Reject another type of head, overrides of other settings, and fewer draft positions."""
     folder = resolve_folder(saved)
     content = read_head_config(folder)
     head_type, named = content["head_type"], run.head.get("head_type")
@@ -308,9 +308,10 @@ def _take_settings(run: RunConfig, saved: str, overrides: Sequence[str]) -> None
     own = asdict(saved_head_config(folder, content))
     given = {item.partition("=")[0].lstrip("+~") for item in overrides}
     chosen = {key: value for key, value in run.head.items() if f"head.{key}" in given and value != own.get(key)}
-    for key in chosen.keys() - WITHOUT_WEIGHTS:
-        what = f"head.{key}={chosen[key]}, but init_from={saved} was trained with {own.get(key)}"
-        raise UserError(f"{what} and keeps its settings; leave head.{key} out")
+    for key, value in chosen.items():
+        if key not in CHANGEABLE or (key == "num_draft_tokens" and value < own[key]):
+            what = f"head.{key}={value}, but init_from={saved} was trained with {own.get(key)}"
+            raise UserError(f"{what} and keeps it; leave head.{key} out")
     run.head = {"head_type": head_type, **own, **chosen}
 
 

@@ -43,15 +43,15 @@ from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import TreeCosts
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.extended import with_more_ids, with_settings
 from drafthead.models.heads.parts.head_folder import check_base, described, read_head_config, resolve_folder
 from drafthead.models.heads.parts.loading import load_head
-from drafthead.models.heads.parts.vocabulary import with_more_ids
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import unchanged_rng
 from drafthead.system.machine import other_processes_line
-from drafthead.train.config import WITHOUT_WEIGHTS, RunConfig
+from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out
 from drafthead.train.corpora.served_base import ServedBase
@@ -199,9 +199,8 @@ class RunContext:
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base, any_base=True)
             head.tree = head.tree_costs = None
-            chosen = {name: getattr(config, name) for name in WITHOUT_WEIGHTS if hasattr(config, name)}
-            head.config = replace(head.config, **chosen)
-            head.check_defined()
+            if config != head.config:
+                head = with_settings(head, config)
             return with_more_ids(head, self.corpora.repeated_ids()) if self.run.extend_vocabulary else head
         size = config.draft_vocab_size
         d2t = None if size is None or size >= base.vocab_size else self.corpora.draft_vocabulary(size)

@@ -13,7 +13,7 @@ from drafthead.data.prompts.suites import OWN
 from drafthead.errors import UserError
 from drafthead.files.local import read_json, write_json
 from drafthead.settings.schema import default_of, flatten
-from drafthead.train.config import WITHOUT_WEIGHTS, RunConfig
+from drafthead.train.config import CHANGEABLE, RunConfig
 
 SETTINGS = "training-settings.json"
 HOLDS = "hold_out_own_prompts"  # true if ``eval.suite`` keeps some of the user's prompts out of training
@@ -65,7 +65,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config()), HOLDS: False})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):
-        if run.init_from is not None and key.startswith("head.") and key[5:] not in WITHOUT_WEIGHTS:
+        if run.init_from is not None and key.startswith("head.") and key[5:] not in CHANGEABLE:
             continue  # these are settings of that head
         old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))
         # Python's 0 equals False, but as settings they differ.

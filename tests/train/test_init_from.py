@@ -30,11 +30,14 @@ def test_settings_of_the_command_line_are_never_dropped(tmp_path: Path) -> None:
     few = ("data.answers.prompts=20", "data.answers.sampler.max_new_tokens=3", "phases.distill.steps=1")
     first = train(tmp_path, *few, "head.induction_rank=4", "head.context_vocabulary=false")
     init = (*few, f"init_from={first / 'head'}")
-    second = train(tmp_path / "second", *init, "head.context_vocabulary=true")
-    assert load_head(second / "head").config.drafts_context, "no trained weight depends on it"
+    deeper = load_head(first / "head").depth + 1
+    second = train(tmp_path / "second", *init, "head.context_vocabulary=true", f"head.num_draft_tokens={deeper}")
+    continued = load_head(second / "head")
+    assert continued.config.drafts_context and continued.depth == deeper
     other = load_head(train(tmp_path / "third", *init) / "head").config
     assert not other.context_vocabulary and other.induction_rank == 4, "the recipe's settings give way to the head's"
     refuses("head.induction_rank=8.*trained with 4", composed, tmp_path, *TINY, *init, "head.induction_rank=8")
+    refuses("head.num_draft_tokens=1.*keeps it", composed, tmp_path, *TINY, *init, "head.num_draft_tokens=1")
 
 
 @pytest.mark.slow

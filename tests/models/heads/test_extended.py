@@ -1,4 +1,6 @@
-"""Extending the draft vocabulary of a trained head."""
+"""Extending the draft vocabulary and the draft positions of a trained head."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.vocabulary import with_more_ids
+from drafthead.models.heads.parts.extended import with_more_ids, with_settings
 from support import TinyBase, drafted_logits, random_ids, randomised
 
 CONFIGS = [
@@ -53,3 +55,15 @@ def test_a_head_without_missing_ids_is_kept(tiny_base: TinyBase) -> None:
     whole = MedusaConfig(num_draft_tokens=2).build(tiny_base())
     part = MedusaConfig(num_draft_tokens=2).build(tiny_base(), torch.arange(100))
     assert with_more_ids(whole, torch.arange(9)) is whole and with_more_ids(part, torch.arange(9)) is part
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.head_type}")
+def test_former_positions_keep_their_logits(config: DraftHeadConfig, tiny_base: TinyBase) -> None:
+    if isinstance(config, DSparkConfig):
+        config = replace(config, causal=True, reads_state=True)
+    head = randomised(config.build(tiny_base())).eval()
+    deep = with_settings(head, replace(config, num_draft_tokens=5))
+    ids, drafts = random_ids(12), [7, 9, 11, 13, 15]
+    hidden = head.base_model.hidden_states(TrainBatch.of([ids], 1), head.spec)
+    before, after = (drafted_logits(each, ids, hidden, drafts[: each.depth]) for each in (head, deep))
+    assert torch.allclose(after[:2], before, atol=1e-5) and torch.isfinite(after).all() and len(after) == 5

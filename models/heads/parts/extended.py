@@ -1,11 +1,11 @@
-"""A saved head with more draft ids, for answers with tokens that it could not draft."""
+"""A saved head with more draft ids, for answers with tokens that it could not draft, or with more draft positions."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
 
 def with_more_ids(head: DraftHead, ids: Tensor) -> DraftHead:
@@ -35,3 +35,18 @@ def with_more_ids(head: DraftHead, ids: Tensor) -> DraftHead:
         copied = wide.induction.projection(wide.d2t[new], wide.scaling.scale).detach()
         wide.low_rank.weight.data[new, head.config.markov_rank :] = copied
     return wide.eval()
+
+
+def with_settings(head: DraftHead, config: DraftHeadConfig) -> DraftHead:
+    """Return ``head`` with the settings ``config``, which differ in settings that no weight depends on, or have more
+    draft positions.
+
+    Former positions keep their weights. A weight with a row per position repeats its last row, and blocks of further
+    positions are those of a new head. Train the head: its former positions may attend to the further ones.
+    """
+    d2t = None if config.draft_vocab_size is None else head.d2t
+    deep, weights = config.build(head.base, d2t, start=not config.starts_from_layers), head.state_dict()
+    for name, value in deep.state_dict().items():
+        if (known := weights.get(name)) is not None:
+            value.copy_(torch.cat([known, known[-1:].expand(len(value) - len(known), *known.shape[1:])]))
+    return deep.eval()
