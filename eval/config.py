@@ -163,7 +163,8 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         super().__post_init__()
         require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
-            raise ValueError("engines=[...] needs greedy decoding, a lossless rule, drafter=head; remove other values")
+            what = "engines=[...] needs greedy decoding, a lossless rule, drafter=head; remove other values"
+            raise ValueError(f"{what}. engine.load.temperature samples, under load")
         one_prompt = self.engines or self.length != "constant" or any(spec.startswith("hf_") for spec in self.baselines)
         if self.batch_size > 1 and one_prompt:
             raise ValueError("engines, hf_ baselines and length=heuristic take one prompt at a time; drop batch_size")

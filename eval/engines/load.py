@@ -27,8 +27,8 @@ LOG = "load.json"  # the measured rounds, from which an interrupted evaluation r
 def measure_load(
     base: BaseParts, drafter: Drafter, prompts: Sequence[list[int]], config: EvalConfig, folder: Path, display: Display
 ) -> list[dict[str, Any]]:
-    """Return :func:`load_rows` of all rounds, in which every server answers the token ids ``prompts``; []
-    if ``engine.load`` names no numbers of requests."""
+    """Return :func:`load_rows` of all rounds, in which every server answers the token ids ``prompts``, and their
+    temperature; [] if ``engine.load`` names no numbers of requests."""
     if not config.engine.load.requests:
         return []
     from drafthead.eval.engines.clients import VllmServer  # loads the openai client, which takes half a second
@@ -62,7 +62,7 @@ def measure_load(
                     passes.append({"method": name, "requests": count, "round": round_number, **asdict(given)})
                     write_json(folder / LOG, {"of": of, "passes": passes})
                     display.progress("vLLM under load", len(passes), total)
-    return load_rows(passes)
+    return [row | {"temperature": load.temperature} for row in load_rows(passes)]
 
 
 def _earlier(path: Path, of: str) -> list[dict[str, Any]]:

@@ -203,7 +203,10 @@ def test_load_is_measured_and_resumes(tiny_base: TinyBase, tmp_path: Path, fake_
         assert 0 < row["median_s"] <= row["slowest_tenth_s"]
         tau = 1 + sum(step.accepted for step in steps) / len(steps) if row["method"] == "vllm" else None
         assert row["tau"] == (tau and pytest.approx(tau)) and (tau or row["ratio"] == 1)
-    assert "vLLM under load" in load_table({"load": rows}).title
+    shown = load_table({"load": rows}).markdown()
+    outputs = f"{2 * len(PROMPTS)} of {2 * len(PROMPTS)}"
+    assert outputs in shown and "sampled" not in shown
+    assert outputs not in load_table({"load": [row | {"temperature": 0.7} for row in rows]}).markdown()
     lengths = load_lines({"load": [row | {"step_s": 1.0 + (row["tau"] is not None)} for row in rows]})
     assert lengths[0].endswith('"num_speculative_tokens_per_batch_size": [[1, 2, 0]]')
     cheap = load_lines({"load": [row | {"step_s": 1.0} for row in rows]})
