@@ -91,7 +91,8 @@ def test_killed_and_failing_every_answer_is_there_once(runs: Any, engine: StandI
         code = runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path), at=killed)
         assert code == KILLED, f"{moment}: {runs.output(tmp_path)[-2000:]}"
     assert runs.command(tmp_path, "train", *at(engine), "data.states.tries=9", *folders(tmp_path)) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole" / "run")
+    # States of an answer that were lost are read with its tokens as a prompt, which rounds in another order.
+    assert_same_run(tmp_path / "run", tmp_path / "whole" / "run", atol=1e-5)
     answers = [answer.ids for answer in AnswerStore(tmp_path / "corpora" / "answers").read()]
     assert answers == [answer.ids for answer in AnswerStore(tmp_path / "whole" / "corpora" / "answers").read()]
 
