@@ -418,11 +418,13 @@ def tree(context: RunContext) -> None:
         count = len(load_suite(config.suite, run.tree_prompts, config.seed, config.tasks, "dev"))
         source = f"answers to {count} prompts of {suite_label(config.suite)} (dev half)"
     with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
-        calibrated = load_calibration(path, head)
+        chosen_on = repr((run.tree_search, run.tree_prompts, config.suite, config.split, config.seed, config.tasks))
+        chosen_on += repr((config.sampler, config.max_new_tokens))
+        calibrated = load_calibration(path, head, chosen_on)
         if calibrated is None:
             costs = measure_costs(head.base_model, head, progress=display.progress)
             calibrated = costs, calibrate(_tree_ranks(context, head), costs, run.tree_search)
-            save_calibration(path, head, *calibrated)
+            save_calibration(path, head, *calibrated, chosen_on)
             head.batch_trees, head.tree_costs = {}, None
         costs, calibration = calibrated
         head.tree = calibration.tree

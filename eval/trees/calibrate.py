@@ -53,16 +53,22 @@ def measured_with(base: BaseModel, *measured: object) -> str:
     return hashlib.sha256(repr((*measured, base.identity(), str(base.dtype), *machine)).encode()).hexdigest()
 
 
-def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
-    """Write costs and calibration with a hash of their head and machine: a new measurement could give another tree."""
+def save_calibration(
+    path: Path, head: DraftHead, costs: CostModel, calibration: Calibration, chosen_on: str | None = None
+) -> None:
+    """Write costs and calibration with a hash of their head and machine: a new measurement could give another tree.
+    ``chosen_on`` names the answers and the search that gave the tree."""
     measured = measured_with(head.base_model, VERSION, head.identity())
-    save_costs(path, measured, costs, calibration=calibration.to_json())
+    save_costs(path, measured, costs, calibration=calibration.to_json(), chosen_on=chosen_on)
 
 
-def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
-    """Read what ``save_calibration`` wrote; return None without a file, or if head, base or machine differ."""
+def load_calibration(path: Path, head: DraftHead, chosen_on: str | None = None) -> tuple[CostModel, Calibration] | None:
+    """Read what ``save_calibration`` wrote; return None without a file, if head, base or machine differ, or if the tree
+    was not ``chosen_on`` the same (None: it may be any)."""
     content = _measured(path, measured_with(head.base_model, VERSION, head.identity()))
     with _readable(path):
+        if content and chosen_on is not None and content.get("chosen_on") not in (None, chosen_on):
+            return None
         return content and (CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"]))
 
 

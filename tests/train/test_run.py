@@ -191,6 +191,8 @@ def test_a_second_start_measures_nothing_again(finished: Path, step_costs: Any) 
     train(finished)
     assert [path.read_text() for path in results] == first and step_costs.rows == []
     (log,) = run.glob("eval-log-*.jsonl")
+    train(finished, "stages=[tree]", "eval.sampler.temperature=0.5")
+    assert results[0].read_text() != first[0] and step_costs.rows, "the tree was chosen for greedy answers"
     (run / "eval-log-of-another-tree.jsonl").touch()
     train(finished, "resume=false", "stages=[tree,evaluate]")
     assert all(path.read_text() != content for path, content in zip(results, first, strict=True))
