@@ -305,14 +305,14 @@ def _take_settings(run: RunConfig, saved: str, overrides: Sequence[str]) -> None
     if adapter_of(trained) and run.base.adapter is None and run.base.name == trained.get("name"):
         what = f"init_from={saved} belongs to {trained['name']} with an adapter, but base has none"
         raise UserError(f"{what}; add base.adapter={folder / ADAPTER}, or name the merged model as base.name")
-    own = asdict(saved_head_config(folder, content))
+    kept = asdict(saved_head_config(folder, content))
     given = {item.partition("=")[0].lstrip("+~") for item in overrides}
-    chosen = {key: value for key, value in run.head.items() if f"head.{key}" in given and value != own.get(key)}
+    chosen = {key: value for key, value in run.head.items() if f"head.{key}" in given and value != kept.get(key)}
     for key, value in chosen.items():
-        if key not in CHANGEABLE or (key == "num_draft_tokens" and value < own[key]):
-            what = f"head.{key}={value}, but init_from={saved} was trained with {own.get(key)}"
+        if key not in CHANGEABLE or (key == "num_draft_tokens" and value < kept[key]):
+            what = f"head.{key}={value}, but init_from={saved} was trained with {kept.get(key)}"
             raise UserError(f"{what} and keeps it; leave head.{key} out")
-    run.head = {"head_type": head_type, **own, **chosen}
+    run.head = {"head_type": head_type, **kept, **chosen}
 
 
 def _check_base_training(run: RunConfig) -> None:
