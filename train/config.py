@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -234,7 +235,8 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=[override(item, RunConfig) for item in overrides]), overrides)
+            overrides = [override(item, RunConfig) for item in overrides]
+            return parse_run(compose("train", overrides=overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
@@ -306,13 +308,27 @@ def _take_settings(run: RunConfig, saved: str, overrides: Sequence[str]) -> None
         what = f"init_from={saved} belongs to {trained['name']} with an adapter, but base has none"
         raise UserError(f"{what}; add base.adapter={folder / ADAPTER}, or name the merged model as base.name")
     kept = asdict(saved_head_config(folder, content))
-    given = {item.partition("=")[0].lstrip("+~") for item in overrides}
-    chosen = {key: value for key, value in run.head.items() if f"head.{key}" in given and value != kept.get(key)}
-    for key, value in chosen.items():
-        if key not in CHANGEABLE or (key == "num_draft_tokens" and value < kept[key]):
-            what = f"head.{key}={value}, but init_from={saved} was trained with {kept.get(key)}"
-            raise UserError(f"{what} and keeps it; leave head.{key} out")
+    given = _head_keys(overrides)
+    chosen = {key: value for key, value in run.head.items() if key in given and value != kept.get(key)}
+    for key in (chosen.keys() & kept.keys()) - CHANGEABLE:
+        what = f"head.{key}={chosen[key]}, but init_from={saved} was trained with {kept[key]}"
+        raise UserError(f"{what} and keeps it; leave head.{key} out")
     run.head = {"head_type": head_type, **kept, **chosen}
+    config, fewest = run.head_config(), kept["num_draft_tokens"]
+    if config.num_draft_tokens < fewest or (config.num_draft_tokens > fewest and not config.can_have_more_positions):
+        limit = f"at least {fewest}" if config.can_have_more_positions else f"{fewest}: its weights are scaled for them"
+        what = f"head.num_draft_tokens={config.num_draft_tokens}, but init_from={saved} can have {limit}"
+        raise UserError(f"{what}; leave head.num_draft_tokens out, or train a new head")
+
+
+def _head_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the settings of the head that ``overrides`` name: ``head.KEY=VALUE`` or ``head={KEY: VALUE}``."""
+    keys = set[str]()
+    for item in OverridesParser.create().parse_overrides(list(overrides)):
+        name, value = item.key_or_group, item.value()
+        keys |= {name.removeprefix("head.")} if name.startswith("head.") else set()
+        keys |= {str(key) for key in value} if name == "head" and isinstance(value, dict) else set()
+    return keys
 
 
 def _check_base_training(run: RunConfig) -> None:

@@ -414,12 +414,13 @@ def tree(context: RunContext) -> None:
         return
     path = context.folder / CALIBRATION
     source = "held-out answers of the training data"
+    chosen_on = run.tree_search
     if (config := context.eval).split == "test" and run.tree_prompts:
         count = len(load_suite(config.suite, run.tree_prompts, config.seed, config.tasks, "dev"))
         source = f"answers to {count} prompts of {suite_label(config.suite)} (dev half)"
-    with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
-        chosen_on = repr((run.tree_search, run.tree_prompts, config.suite, config.split, config.seed, config.tasks))
+        chosen_on += repr((run.tree_prompts, config.suite, config.seed, config.tasks))
         chosen_on += repr((config.sampler, config.max_new_tokens))
+    with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
         calibrated = load_calibration(path, head, chosen_on)
         if calibrated is None:
             costs = measure_costs(head.base_model, head, progress=display.progress)

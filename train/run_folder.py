@@ -72,7 +72,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
         if is_trained and (old != new or isinstance(old, bool) != isinstance(new, bool)):
             old_value, new_value = ("no value" if value is _ABSENT else repr(value) for value in (old, new))
             raise UserError(
-                f"{folder} was trained with {' '.join(key.split())}={old_value}, this recipe has {new_value}; set it "
+                f"{folder} was trained with {' '.join(key.split())}={old_value}, this command has {new_value}; set it "
                 "as it was to continue, give the run another name (name=...), or start over with resume=false"
             )
 

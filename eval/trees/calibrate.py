@@ -67,7 +67,7 @@ def load_calibration(path: Path, head: DraftHead, chosen_on: str | None = None) 
     was not ``chosen_on`` the same (None: it may be any)."""
     content = _measured(path, measured_with(head.base_model, VERSION, head.identity()))
     with _readable(path):
-        if content and chosen_on is not None and content.get("chosen_on") not in (None, chosen_on):
+        if content and chosen_on is not None and content.get("chosen_on") != chosen_on:
             return None
         return content and (CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"]))
 

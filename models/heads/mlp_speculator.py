@@ -13,7 +13,7 @@ Shape legend: K draft positions, D base width, E inner width.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +134,7 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
 class MLPSpeculatorConfig(DraftHeadConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
+    can_have_more_positions: ClassVar[bool] = False  # ``embedding_weight`` depends on their number
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
     own_lm_head: bool = True
     """Train a projection from the head's state to the vocabulary for each position. With false, all positions share the

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from drafthead.errors import UserError
+from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.train.pipeline import run_pipeline
-from support import composed, losses_of, refuses
+from support import TinyBase, composed, losses_of, refuses
 
 TINY = ("debug=tiny", "recipe=medusa_smollm2", "stages=[corpora,train]", "log_every=1", "~phases.pretrain")
 
@@ -37,7 +38,15 @@ def test_settings_of_the_command_line_are_never_dropped(tmp_path: Path) -> None:
     other = load_head(train(tmp_path / "third", *init) / "head").config
     assert not other.context_vocabulary and other.induction_rank == 4, "the recipe's settings give way to the head's"
     refuses("head.induction_rank=8.*trained with 4", composed, tmp_path, *TINY, *init, "head.induction_rank=8")
-    refuses("head.num_draft_tokens=1.*keeps it", composed, tmp_path, *TINY, *init, "head.num_draft_tokens=1")
+    refuses("head.num_draft_tokens=1.*at least", composed, tmp_path, *TINY, *init, "head.num_draft_tokens=1")
+    refuses("head.num_draft_tokens", composed, tmp_path, *TINY, *init, "head.num_draft_tokens=null")
+    refuses("head.induction_rank=8", composed, tmp_path, *TINY, *init, "++head={induction_rank: 8}")
+
+
+def test_the_positions_of_an_mlp_speculator_stay(tiny_base: TinyBase, tmp_path: Path) -> None:
+    MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=32).build(tiny_base()).save_pretrained(tmp_path / "head")
+    more = ("recipe=mlp_speculator_smollm2", "debug=tiny", f"init_from={tmp_path / 'head'}", "head.num_draft_tokens=3")
+    refuses("can have 2: its weights are scaled", composed, tmp_path, *more)
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_too_few_own_prompts_to_measure_on_are_reported(tmp_path: Path, capsys: 
     run_pipeline(*composed(tmp_path, *tiny, f"data.prompts={path}", "stages=[corpora]"))
     assert "measured on builtin: 24 conversations are too few to hold 8 out" in capsys.readouterr().out
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    with pytest.raises(UserError, match="was trained with hold_out_own_prompts=True, this recipe has False"):
+    with pytest.raises(UserError, match="was trained with hold_out_own_prompts=True, this command has False"):
         run_pipeline(*composed(tmp_path, *tiny, f"data.prompts={path}", "eval.suite=smoke"))
     preflight(composed(tmp_path, *tiny, "data.answers.prompts=12", "stages=[corpora]")[0])
 

@@ -82,6 +82,7 @@ class DraftHeadConfig:
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted. ``eval.prefix_threshold`` can
     then stop drafting after unlikely ones."""
     one_prediction: ClassVar[bool] = False  # a token's logits do not depend on its draft position, so the loss has one
+    can_have_more_positions: ClassVar[bool] = True  # a trained head can, and its former positions keep their weights
     trains_base: ClassVar[bool] = False  # can train its base, too, through LoRA adapters (Medusa-2)
     needs_layers: ClassVar[bool] = False  # runs or trains the base's layers, so cannot be built for parts of a base
 
