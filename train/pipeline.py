@@ -414,7 +414,7 @@ def tree(context: RunContext) -> None:
         return
     path = context.folder / CALIBRATION
     source = "held-out answers of the training data"
-    chosen_on = run.tree_search
+    chosen_on: str = run.tree_search
     if (config := context.eval).split == "test" and run.tree_prompts:
         count = len(load_suite(config.suite, run.tree_prompts, config.seed, config.tasks, "dev"))
         source = f"answers to {count} prompts of {suite_label(config.suite)} (dev half)"
