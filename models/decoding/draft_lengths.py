@@ -1,7 +1,8 @@
 """Draft lengths that pay: how far each request of a batch drafts, by expected gain and measured cost.
 
 A step of R requests with m drafts in all commits R tokens and the accepted drafts. It costs the time of a pass over
-R + m tokens, which the engine's own steps show. A draft is accepted if all drafts before it are, so the next best draft
+R + m tokens, which the engine's own steps show. Steps without drafts are timed apart, because an engine checks sampled
+drafts by slower code. A draft is accepted if all drafts before it are, so the next best draft
 of a batch is the one with the largest product of rates along its chain. Drafts are added in this order, by the rule of
 trees by cost (``cost_tree.py``). For the rates 0.9, 0.8 and 0.3 of two requests::
 
@@ -10,7 +11,7 @@ trees by cost (``cost_tree.py``). For the rates 0.9, 0.8 and 0.3 of two requests
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -26,34 +27,55 @@ SMOOTHING = 0.1  # weight of the latest step in the mean gain
 MEMORY = 4096.0  # latest tokens of plain decoding whose speedup decides the price of time
 
 
+class _Times:
+    """The times of steps by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._latest.setdefault(tokens, deque(maxlen=KEPT)).append(seconds)
+
+    def medians(self) -> dict[int, float]:
+        return {tokens: median(latest) for tokens, latest in self._latest.items()}
+
+
+def _joined(times: Mapping[int, float], tokens: Sequence[int]) -> list[float]:
+    """Return the expected times of steps with these numbers of ``tokens``: the known ``times``, joined by lines. More
+    tokens never take less time."""
+    known = sorted(times)
+    rising = np.maximum.accumulate([times[n] for n in known])
+    slope = (rising[-1] - rising[0]) / max(1, known[-1] - known[0])
+    beyond = [max(0, n - known[-1]) * slope for n in tokens]
+    return [float(time) for time in np.interp(tokens, known, rising) + np.array(beyond)]
+
+
 class DraftLengths:
     """The choice of draft lengths, learnt from the engine's steps."""
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self._plain, self._drafted = _Times(), _Times()  # of steps without and with drafts
         self._recorded = 0
         self._drafting: deque[float] = deque(maxlen=KEPT)
         self._pace = Pace(1.0, MEMORY)
         self._advantage = 0.0  # mean relative gain in tokens per second over steps without drafts
         self._paused = 0
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """Count a step that read ``tokens`` tokens of all requests; no prompts among them."""
-        self._times.setdefault(tokens, deque(maxlen=KEPT)).append(seconds)
+    def record(self, requests: int, tokens: int, seconds: float) -> None:
+        """Count a step that read ``tokens`` tokens of ``requests`` requests; no prompts among them."""
+        (self._plain if tokens == requests else self._drafted).add(tokens, seconds)
         self._recorded += 1
 
     def record_drafting(self, seconds: float) -> None:
         """Count the time in which the drafters drafted in a step."""
         self._drafting.append(seconds)
 
-    def seconds(self, tokens: Sequence[int]) -> list[float]:
-        """Return the expected times of steps with these numbers of tokens: medians, joined by lines. More tokens never
-        take less time."""
-        known = sorted(self._times)
-        times = np.maximum.accumulate([median(self._times[n]) for n in known])
-        slope = (times[-1] - times[0]) / max(1, known[-1] - known[0])
-        beyond = [max(0, n - known[-1]) * slope for n in tokens]
-        return [float(time) for time in np.interp(tokens, known, times) + np.array(beyond)]
+    def seconds(self, requests: int, drafts: int) -> list[float]:
+        """Return the expected times of steps with 0 to ``drafts`` drafts in all."""
+        drafted = self._drafted.medians()
+        plain = _joined(self._plain.medians() or drafted, [requests])[0]
+        above = {tokens: time for tokens, time in drafted.items() if tokens > requests}
+        return _joined({requests: plain} | above, [requests + n for n in range(drafts + 1)])
 
     def drafts_now(self) -> bool:
         """Return False while drafting is paused because it did not pay."""
@@ -75,7 +97,7 @@ class DraftLengths:
 
     def _best(self, requests: int, chances: list[float]) -> int:
         """Return the number of drafts that pays; pause if drafting does not pay."""
-        times = self.seconds([requests + n for n in range(len(chances) + 1)])
+        times = self.seconds(requests, len(chances))
         plain = requests / times[0]  # tokens per second
         best, _ = best_count(chances, times, plain * self._pace.speedup)
         drafting = median(self._drafting) if self._drafting else 0.0

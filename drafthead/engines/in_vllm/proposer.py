@@ -128,7 +128,7 @@ class Proposer:
         engine did not wait in between, and read no prompt."""
         (requests, ended), scheduled = self._last, step.scheduler_output.num_scheduled_tokens
         if self._lengths is not None and [*self._runner.input_batch.req_ids] == requests:
-            self._lengths.record(sum(scheduled.values()), perf_counter() - ended)
+            self._lengths.record(len(scheduled), sum(scheduled.values()), perf_counter() - ended)
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Drop ended requests, and waiting ones if all do not fit."""

@@ -7,10 +7,11 @@ from support import cases
 
 
 def learnt(cost: dict[int, float], drafting: float = 0.0) -> DraftLengths:
+    """``cost``: seconds by tokens of a step; the fewest are those of a step without drafts."""
     lengths = DraftLengths()
     for _ in range(PROBED):
         for tokens, seconds in cost.items():
-            lengths.record(tokens, seconds)
+            lengths.record(min(cost), tokens, seconds)
     lengths.record_drafting(drafting)
     return lengths
 
@@ -28,15 +29,23 @@ def test_drafts_are_added_while_they_pay(cost: dict[int, float], rates: list[lis
 
 
 def test_times_are_joined_by_lines_and_never_fall() -> None:
-    lengths = learnt({1: 1.0, 3: 2.0, 5: 1.5})
-    assert lengths.seconds([1, 2, 4, 9]) == pytest.approx([1.0, 1.5, 2.0, 3.0])
+    lengths = learnt({1: 1.0, 2: 1.5, 4: 2.5, 6: 2.0})
+    assert lengths.seconds(1, 7) == pytest.approx([1.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.8, 3.1])
+
+
+def test_steps_without_drafts_are_timed_apart() -> None:
+    """Four requests with a draft each read as many tokens as eight without drafts, but take longer."""
+    lengths = learnt({4: 1.0, 8: 3.0, 16: 4.0})
+    assert lengths.choose([[0.5]] * 8) == [0] * 8, "at least three times as long for 1.5 times the tokens"
+    lengths.record(8, 8, 1.2)
+    assert lengths.seconds(8, 8) == pytest.approx([1.2 + 0.35 * n for n in range(9)])
 
 
 def test_the_first_steps_try_several_lengths() -> None:
     lengths, tried = DraftLengths(), []
     for _ in range(6):
         tried.append(lengths.choose([[0.9] * 4]))
-        lengths.record(1 + tried[-1][0], 1.0)
+        lengths.record(1, 1 + tried[-1][0], 1.0)
     assert tried == [[4], [0], [2]] * 2
 
 
