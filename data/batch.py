@@ -79,6 +79,12 @@ class HiddenStates:
         """Split values [..., D * (1 + L)] into the final state, which comes first, and L layers; ``width`` is D."""
         return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
+    @classmethod
+    def join(cls, parts: Sequence["HiddenStates"]) -> "HiddenStates":
+        """Join states of consecutive positions."""
+        layers = [part.layers for part in parts if part.layers is not None]
+        return cls(final=torch.cat([part.final for part in parts], 1), layers=torch.cat(layers, 1) if layers else None)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
         """Return new states with ``change`` applied to ``final`` and, unless None, ``layers``."""
         return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))

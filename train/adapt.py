@@ -160,9 +160,8 @@ class RecorderSession(Session):
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
     """Concatenate hidden states [1, T, ...] along T, then cut or zero-pad the result to [1, length, ...]."""
-    layers = [states.layers for states in parts if states.layers is not None]
-    whole = HiddenStates(final=torch.cat([s.final for s in parts], 1), layers=torch.cat(layers, 1) if layers else None)
-    return whole.map(lambda states: torch.nn.functional.pad(states, (0, 0, 0, length - states.shape[1])))  # < 0 cuts
+    pad = torch.nn.functional.pad
+    return HiddenStates.join(parts).map(lambda states: pad(states, (0, 0, 0, length - states.shape[1])))  # < 0 cuts
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:

@@ -67,7 +67,7 @@ class DraftLengths:
         self._recorded += 1
 
     def record_drafting(self, seconds: float) -> None:
-        """Count the time in which the drafters drafted in a step."""
+        """Count the time in which the drafters read a step's tokens and drafted."""
         self._drafting.append(seconds)
 
     def seconds(self, requests: int, drafts: int) -> list[float]:
@@ -76,6 +76,11 @@ class DraftLengths:
         plain = _joined(self._plain.medians() or drafted, [requests])[0]
         above = {tokens: time for tokens, time in drafted.items() if tokens > requests}
         return _joined({requests: plain} | above, [requests + n for n in range(drafts + 1)])
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the next ``drafts_now`` will be False."""
+        return self._paused > 1
 
     def drafts_now(self) -> bool:
         """Return False while drafting is paused because it did not pay."""

@@ -108,6 +108,8 @@ class EngineRows:
         self._requests: list[str] = []  # of each row
         self._texts: dict[str, npt.NDArray[np.int64]] = {}
         self._proposed: dict[str, Chain] = {}
+        self._waiting: dict[str, Read] = {}  # read while drafting was paused; the sessions do not have it yet
+        self._feeding = 0.0  # seconds of the latest ``feed``
         self._sessions: list[Session] = []
         self._device = torch.device("cpu")  # of the states
 
@@ -121,13 +123,16 @@ class EngineRows:
         for request in gone:
             del self._texts[request]
             self._proposed.pop(request, None)
+            self._waiting.pop(request, None)
         if gone:
             self._arrange([request for request in self._requests if request in self._texts], [])
 
     @torch.inference_mode()
     def feed(self, reads: Sequence[Read]) -> None:
         """Add what the base has read in a step. A text that does not continue the request's known text starts the
-        request again, such as the first part of a prompt that is read again after a preemption."""
+        request again, such as the first part of a prompt that is read again after a preemption. While drafting is
+        paused, the answers' tokens wait, so that a step costs next to nothing."""
+        started, paused = perf_counter(), self.lengths is not None and self.lengths.is_paused
         for read in reads:
             known = self._texts.get(read.request, NO_TEXT)
             if not np.array_equal(read.text[: len(known)], known):
@@ -141,14 +146,19 @@ class EngineRows:
             self._texts.update((request, NO_TEXT) for request in new)
             self._arrange([request for request in self._requests if request in self._texts], new)
         few = []
-        for read in reads:
+        for read in map(self._with_waiting, reads):
             count = len(read.text) - len(self._texts[read.request])
             if count > PADDED:
                 self._commit([read])
+            elif count > 0 and paused:
+                # Copies, because text and states are the engine's memory.
+                states = read.states.map(torch.clone)
+                self._waiting[read.request] = Read(read.request, np.array(read.text, np.int64), states)
             elif count > 0:
                 few.append(read)
         if few:
             self._commit(few)
+        self._feeding = perf_counter() - started
 
     @torch.inference_mode()
     def draft(self, last_tokens: Mapping[str, int]) -> dict[str, list[int]]:
@@ -157,10 +167,13 @@ class EngineRows:
         drafts: dict[str, list[int]] = {request: [] for request in last_tokens}
         if not known or (self.lengths is not None and not self.lengths.drafts_now()):
             return drafts
-        started, chains = perf_counter(), self._chains(last_tokens)
+        started = perf_counter()
+        if waiting := [self._waiting.pop(request) for request in known if request in self._waiting]:
+            self._commit(waiting)
+        chains = self._chains(last_tokens)
         best = {request: max(chains[request], key=self._expected) for request in known}
         if self.lengths is not None:
-            self.lengths.record_drafting(perf_counter() - started)
+            self.lengths.record_drafting(self._feeding + perf_counter() - started)
             counts = self.lengths.choose([self._rates(chain) for chain in best.values()])
             best = {r: chain.first(count) for (r, chain), count in zip(best.items(), counts, strict=True)}
         self._proposed |= best
@@ -199,6 +212,16 @@ class EngineRows:
                 if new:
                     session.reset(list(range(len(kept), len(order))))
         self._requests = kept + new
+
+    def _with_waiting(self, read: Read) -> Read:
+        """Return ``read`` with the states of earlier steps that wait, if its states continue them."""
+        given = read.states.final.shape[1]
+        if (earlier := self._waiting.pop(read.request, None)) is None:
+            return read
+        new = len(read.text) - len(earlier.text)
+        if not 0 <= new <= given:
+            return read
+        return replace(read, states=HiddenStates.join([earlier.states, read.states.span(given - new, new)]))
 
     def _commit(self, reads: Sequence[Read]) -> None:
         """Commit the new tokens of some requests; the other rows stay as they are."""

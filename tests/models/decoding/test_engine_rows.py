@@ -1,6 +1,7 @@
 """Drafting for an engine's requests: the same drafts as our own chain, whatever the engine does with its requests."""
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from head_cases import HEADS, MAIN, cases_of
 
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.draft_lengths import DraftLengths
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.engine_rows import PADDED, AcceptanceTable, EngineRows, Read, expected_length
 from drafthead.models.decoding.loop import decode
@@ -44,13 +46,27 @@ class Text:
         return session.draft(torch.tensor([self.ids[self.end]]), CHAIN).tokens[0, 1:].tolist()
 
 
+class Pauses(DraftLengths):
+    """Whole chains, and pauses at the test's command."""
+
+    is_paused = False
+
+    def drafts_now(self) -> bool:
+        return not self.is_paused
+
+    def choose(self, rates: Sequence[Sequence[float]]) -> list[int]:
+        return [len(chain) for chain in rates]
+
+
+@pytest.mark.parametrize("pauses", [False, True])
 @every_served_head
 @torch.inference_mode()
-def test_requests_come_and_go_in_chunks_and_draft_as_if_alone(tiny_base: TinyBase, kind: str) -> None:
+def test_requests_come_and_go_in_chunks_and_draft_as_if_alone(tiny_base: TinyBase, kind: str, pauses: bool) -> None:
     base, chance = tiny_base(), random.Random(kind)
-    head = noisy_head(HEADS[kind], base, 0.1)
-    rows, running, compared = EngineRows([head], 3), {}, 0
-    for step in range(30):
+    head, lengths = noisy_head(HEADS[kind], base, 0.1), Pauses()
+    rows, running, compared = EngineRows([head], 3, lengths), {}, 0
+    for step in range(60 if pauses else 30):
+        lengths.is_paused = pauses and chance.random() < 0.6
         if len(running) < 4 and chance.random() < 0.5:
             running[f"r{step}"] = Text(base, head, random_ids(90, seed=step))
         if running and chance.random() < 0.2:
@@ -61,7 +77,7 @@ def test_requests_come_and_go_in_chunks_and_draft_as_if_alone(tiny_base: TinyBas
         rows.feed([text.read(request, sizes[request]) for request, text in running.items() if sizes[request]])
         drafted = rows.draft({request: text.ids[text.end] for request, text in running.items()})
         for request, text in running.items():
-            if text.end:
+            if text.end and not lengths.is_paused:
                 assert drafted[request] == text.drafts(head)
                 compared += 1
             else:
