@@ -10,7 +10,7 @@ trees by cost (``cost_tree.py``). For the rates 0.9, 0.8 and 0.3 of two requests
     expected tokens    2     2.9          2.9 + 0.72        3.62 + 0.3
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -22,6 +22,7 @@ KEPT = 32  # latest times of steps with one number of tokens
 PROBES = (1.0, 0.0, 0.5)
 """Shares of the drafts with which the first steps are tried in turn, until there are times of ``PROBED`` steps."""
 PROBED = 9
+PLAIN = 3  # steps without drafts that are timed for about as many requests, so that their time is not a guess
 PAUSE = 32  # steps without drafts after drafting did not pay, before it is tried again
 SMOOTHING = 0.1  # weight of the latest step in the mean gain
 MEMORY = 4096.0  # latest tokens of plain decoding whose speedup decides the price of time
@@ -35,6 +36,10 @@ class _Times:
 
     def add(self, tokens: int, seconds: float) -> None:
         self._latest.setdefault(tokens, deque(maxlen=KEPT)).append(seconds)
+
+    def near(self, tokens: int) -> int:
+        """Return how many times are known of steps with about as many tokens: within a quarter."""
+        return sum(len(latest) for n, latest in self._latest.items() if 4 * abs(n - tokens) <= tokens)
 
     def medians(self) -> dict[int, float]:
         return {tokens: median(latest) for tokens, latest in self._latest.items()}
@@ -56,6 +61,7 @@ class DraftLengths:
     def __init__(self) -> None:
         self._plain, self._drafted = _Times(), _Times()  # of steps without and with drafts
         self._recorded = 0
+        self._tried = Counter[int]()  # steps without drafts to learn their time, by requests
         self._drafting: deque[float] = deque(maxlen=KEPT)
         self._pace = Pace(1.0, MEMORY)
         self._advantage = 0.0  # mean relative gain in tokens per second over steps without drafts
@@ -95,6 +101,9 @@ class DraftLengths:
         )
         if self._recorded < PROBED:
             count = round(PROBES[self._recorded % len(PROBES)] * len(steps))
+        elif self._plain.near(len(rates)) < PLAIN and self._tried[len(rates)] < 2 * PLAIN:
+            self._tried[len(rates)] += 1  # limited, because a step between which requests came or went is not timed
+            count = 0
         else:
             count = self._best(len(rates), [chance for chance, _ in steps])
         rows = [row for _, row in steps[:count]]
