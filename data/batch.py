@@ -82,8 +82,10 @@ class HiddenStates:
     @classmethod
     def join(cls, parts: Sequence["HiddenStates"]) -> "HiddenStates":
         """Join states of consecutive positions."""
-        layers = [part.layers for part in parts if part.layers is not None]
-        return cls(final=torch.cat([part.final for part in parts], 1), layers=torch.cat(layers, 1) if layers else None)
+        layers = [states.layers for states in parts if states.layers is not None]
+        return cls(
+            final=torch.cat([states.final for states in parts], 1), layers=torch.cat(layers, 1) if layers else None
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
         """Return new states with ``change`` applied to ``final`` and, unless None, ``layers``."""

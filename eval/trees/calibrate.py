@@ -63,8 +63,8 @@ def save_calibration(
 
 
 def load_calibration(path: Path, head: DraftHead, chosen_on: str | None = None) -> tuple[CostModel, Calibration] | None:
-    """Read what ``save_calibration`` wrote; return None without a file, if head, base or machine differ, or if the tree
-    was not ``chosen_on`` the same (None: it may be any)."""
+    """Read what ``save_calibration`` wrote. Return None without a file, or if head, base, machine or ``chosen_on``
+    differ (with ``chosen_on`` None, it is not compared)."""
     content = _measured(path, measured_with(head.base_model, VERSION, head.identity()))
     with _readable(path):
         if content and chosen_on is not None and content.get("chosen_on") != chosen_on:
