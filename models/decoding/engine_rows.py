@@ -108,7 +108,7 @@ class EngineRows:
         self._requests: list[str] = []  # of each row
         self._texts: dict[str, npt.NDArray[np.int64]] = {}
         self._proposed: dict[str, Chain] = {}
-        self._waiting: dict[str, Read] = {}  # read while drafting was paused; the sessions do not have it yet
+        self._waiting: dict[str, list[Read]] = {}  # read while drafting was paused; the sessions do not have them yet
         self._feeding = 0.0  # seconds of the latest ``feed``
         self._sessions: list[Session] = []
         self._device = torch.device("cpu")  # of the states
@@ -146,16 +146,14 @@ class EngineRows:
             self._texts.update((request, NO_TEXT) for request in new)
             self._arrange([request for request in self._requests if request in self._texts], new)
         few = []
-        for read in map(self._with_waiting, reads):
+        for read in reads:
             count = len(read.text) - len(self._texts[read.request])
             if count > PADDED:
-                self._commit([read])
+                self._commit([self._with_waiting(read)])
             elif count > 0 and paused:
-                # Copies, because text and states are the engine's memory.
-                states = read.states.map(torch.clone)
-                self._waiting[read.request] = Read(read.request, np.array(read.text, np.int64), states)
+                self._wait(read)
             elif count > 0:
-                few.append(read)
+                few.append(self._with_waiting(read))
         if few:
             self._commit(few)
         self._feeding = perf_counter() - started
@@ -168,7 +166,7 @@ class EngineRows:
         if not known or (self.lengths is not None and not self.lengths.drafts_now()):
             return drafts
         started = perf_counter()
-        if waiting := [self._waiting.pop(request) for request in known if request in self._waiting]:
+        if waiting := [self._with_waiting(self._waiting[request][-1]) for request in known if request in self._waiting]:
             self._commit(waiting)
         chains = self._chains(last_tokens)
         best = {request: max(chains[request], key=self._expected) for request in known}
@@ -213,15 +211,28 @@ class EngineRows:
                     session.reset(list(range(len(kept), len(order))))
         self._requests = kept + new
 
+    def _wait(self, read: Read) -> None:
+        """Keep a copy of ``read``, whose text and states are the engine's memory."""
+        earlier = self._waiting.setdefault(read.request, [])
+        if (new := self._new_states(read)) is None:
+            earlier.clear()
+        states = (read.states if new is None else new).map(torch.clone)
+        earlier.append(Read(read.request, np.array(read.text, np.int64), states))
+
     def _with_waiting(self, read: Read) -> Read:
         """Return ``read`` with the states of earlier steps that wait, if its states continue them."""
-        given = read.states.final.shape[1]
-        if (earlier := self._waiting.pop(read.request, None)) is None:
+        new = self._new_states(read)
+        earlier = self._waiting.pop(read.request, [])
+        if new is None:
             return read
-        new = len(read.text) - len(earlier.text)
-        if not 0 <= new <= given:
-            return read
-        return replace(read, states=HiddenStates.join([earlier.states, read.states.span(given - new, new)]))
+        return replace(read, states=HiddenStates.join([*(one.states for one in earlier), new]))
+
+    def _new_states(self, read: Read) -> HiddenStates | None:
+        """Return the states of ``read`` after those that wait; None if nothing waits, or some between are missing."""
+        if not (earlier := self._waiting.get(read.request)):
+            return None
+        new, given = len(read.text) - len(earlier[-1].text), read.states.final.shape[1]
+        return read.states.span(given - new, new) if 0 <= new <= given else None
 
     def _commit(self, reads: Sequence[Read]) -> None:
         """Commit the new tokens of some requests; the other rows stay as they are."""

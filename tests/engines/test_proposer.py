@@ -1,6 +1,7 @@
 """The proposer in a model runner with vLLM's interface, which computes with our base."""
 
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
-from support import TINY, cases, fitted, random_base, random_ids, refuses, rows_of
+from support import TINY, cases, fitted, p_value_of_answers, random_base, random_ids, refuses, rows_of
 
 NEW, LONGEST = 24, 512
 
@@ -206,22 +207,59 @@ def test_what_vllm_cannot_do_is_refused_in_one_line(saved: tuple[BaseModel, Path
     refuses("the model runner of this engine lacks scheduler_output, aux_hidden_states; use vLLM 0.32 or 0.33", Other)
 
 
-@cases("works", True, False)
-def test_sampling_with_drafts_is_repaired_if_it_does_not_work(works: bool) -> None:
+def sampler_module(works: bool) -> SimpleNamespace:
+    """A stand-in for vLLM's module ``rejection_sampler``."""
+
     def broken(x: torch.Tensor, cu: torch.Tensor, count: int, *replaced: int) -> torch.Tensor:
         return expand(x, cu, count, *replaced) if works else x.new_full((count,), 7.0)
 
-    seen: list[int] = []
-    sampler = SimpleNamespace(
-        expand_batch_to_tokens=broken, apply_sampling_constraints=lambda logits, cu, metadata: seen.append(len(logits))
-    )
+    class RejectionSampler:
+        def sampler(self, logits: torch.Tensor, sampling_metadata: object) -> str:
+            return "sampled"
+
+        def forward(self, metadata: object, draft_probs: None, logits: torch.Tensor, sampling_metadata: object) -> str:
+            return "verified"
+
+    return SimpleNamespace(expand_batch_to_tokens=broken, RejectionSampler=RejectionSampler)
+
+
+@cases("works", True, False)
+def test_sampling_with_drafts_is_repaired_if_it_does_not_work(works: bool) -> None:
+    sampler = sampler_module(works)
     assert repair(sampler) is not works
     numbers = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1
     assert sampler.expand_batch_to_tokens(*numbers).tolist() == pytest.approx([0.7, 0.7, 1.5])
     assert expand(torch.tensor([2, 0]), torch.tensor([1, 2]), 2, 0, 9).tolist() == [2, 9]
-    for rows in (2, 0):
-        sampler.apply_sampling_constraints(torch.zeros(rows, 5), None, None)
-    assert seen == ([2, 0] if works else [2]), "a step without drafts is skipped"
+    verifier = sampler.RejectionSampler()
+    for drafts, done in ([2, 0], "verified"), ([0, 0], "sampled"):
+        assert verifier.forward(SimpleNamespace(num_draft_tokens=drafts), None, torch.zeros(2, 5), None) == done
+
+
+def test_the_token_after_a_rejected_draft_has_the_distribution_without_it() -> None:
+    repair(sampler := sampler_module(True))
+    torch.manual_seed(0)
+    vocabulary, draws, drafts = 700, 30_000, torch.tensor([0, 699, 255], dtype=torch.int32)
+    probs = torch.rand(3, vocabulary).pow(8)
+    probs[1, 600:] = 0  # the last block has no probable id
+    probs /= probs.sum(1, keepdim=True)
+    rows, before = probs.repeat_interleave(draws, 0), probs.repeat_interleave(draws, 0)
+
+    def recovered(seed: int) -> torch.Tensor:
+        metadata = SimpleNamespace(generators={n: torch.Generator().manual_seed(seed + n) for n in (0, 2)})
+        counts, ends = [draws, 0, 2 * draws], torch.tensor([draws, draws, 3 * draws])
+        given = drafts.repeat_interleave(draws), None, rows, metadata, rows.device
+        tokens: torch.Tensor = sampler.sample_recovered_tokens(draws, counts, ends, *given)
+        return tokens
+
+    tokens = recovered(1)
+    assert tokens.dtype == torch.int32 and torch.equal(rows, before)
+    assert torch.equal(tokens, recovered(1)), "a request's seed decides"
+    assert not torch.equal(tokens, recovered(4))
+    for row, draft in enumerate(drafts.tolist()):
+        counted = Counter((token,) for token in tokens[row * draws : (row + 1) * draws].tolist())
+        others = probs[row].double().index_fill(0, torch.tensor(draft), 0.0)
+        expected = {(token,): float(others[token] / others.sum()) for token in others.nonzero()[:, 0].tolist()}
+        assert p_value_of_answers(counted, expected) > 1e-3
 
 
 def test_acceptance_is_told_between_two_readings_of_the_counters() -> None:
