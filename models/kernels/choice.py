@@ -10,7 +10,8 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafthead.errors import UserError
 from drafthead.files.local import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
@@ -30,6 +31,7 @@ PLAIN_ROWS = 4  # up to which ``F.linear`` is timed, if no kernel is compiled: i
 MARGIN = 0.97  # another kernel must take less than this share of the default's time (the compiled one, if any)
 READ_ROWS, DRAFT_ROWS = 256, 4  # with which smaller dtypes are timed: for hidden states to train on, for drafting
 ROUNDING_MARGIN = 0.8  # a product in a smaller dtype must take less than this share of the time of the one it replaces
+MLP_WIDTHS = 4  # size of a head's usual MLP, in widths of the base, whose product is timed without the base's layers
 Pass = Callable[[int], object]  # runs the base on this number of tokens (rows of its matrix products)
 
 
@@ -111,6 +113,17 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
     table.bfloat16_reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
     # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
     table.draft_dtype = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
+
+
+def choose_draft_dtype(table: KernelTable, weight: Tensor) -> None:
+    """Choose only the dtype of copies of a head's weights, for a base whose layers an engine runs. A product with the
+    base's output head ``weight`` [V, D] stands for a pass of the base, which evicts the head's weights from the caches.
+    """
+    if linear.can_prepack(weight) and weight.numel() >= WORTH_MEASURING:
+        width = weight.shape[1]
+        layer = PrepackedLinear(torch.zeros(MLP_WIDTHS * width, width), None)
+        x = torch.ones(1, width)
+        table.draft_dtype = _fastest(layer, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: F.linear(x, weight))
 
 
 def _fastest(

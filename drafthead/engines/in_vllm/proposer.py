@@ -31,6 +31,8 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.engine_rows import EngineRows, Read
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.kernels.choice import choose_draft_dtype
+from drafthead.models.kernels.linear import KernelTable
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import check, settings
 
@@ -164,7 +166,11 @@ class Proposer:
             raise UserError("drafthead's proposer needs an embedding and an output head that are not quantised")
         model = self._config.model_config
         config = BaseConfig(name=model.model, revision=model.revision, graphs="never")  # batches change in size
-        return BaseParts.of_tensors(config, embedding=embedding.detach(), lm_head=lm_head.detach(), norm=norm.detach())
+        tensors = {"embedding": embedding.detach(), "lm_head": lm_head.detach(), "norm": norm.detach()}
+        parts = BaseParts.of_tensors(config, **tensors)
+        parts.kernels = KernelTable()
+        choose_draft_dtype(parts.kernels, parts.lm_head.weight)
+        return parts
 
     def _read_layers(self, layers: Sequence[int]) -> None:
         """Make the runner return the outputs of ``layers``, as for EAGLE-3. vLLM counts them as we do: 0 is the
