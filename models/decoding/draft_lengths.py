@@ -21,7 +21,7 @@ from drafthead.models.decoding.cost_tree import Pace, best_count
 
 KEPT = 8  # latest times of steps with one number of tokens, so that they follow the machine
 SLOPES = 32  # latest steps with drafts, from which the time of a draft is estimated
-TRUST = 3.0  # number of times of steps with so many tokens that counts as much as the line
+TRUST = 3.0  # this many times of steps with one number of tokens count as much as the line
 PROBES = (0.0, 1.0, 0.5)
 """Shares of the drafts with which the first steps are tried in turn, until there are times of ``PROBED`` steps."""
 PROBED = 9

@@ -31,10 +31,10 @@ def draw_others(probs: Tensor, excluded: Tensor, uniform: Tensor) -> Tensor:
     """Return a token for each row of ``probs`` [T, V], drawn from it without the id ``excluded`` [T] of the row, [T].
     ``uniform`` [T], float64 in [0, 1), decides (inversion). ``probs`` are unchanged at the end."""
     rows, at = torch.arange(len(probs)), excluded[:, None].long()
-    kept = probs.gather(1, at)
+    of_excluded = probs.gather(1, at)
     probs.scatter_(1, at, 0.0)
     blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(probs), -1, BLOCK)
-    probs.scatter_(1, at, kept)
+    probs.scatter_(1, at, of_excluded)
     sums = blocks.sum(-1).double().cumsum(1)
     reached = uniform * sums[:, -1]
     block = torch.searchsorted(sums, reached[:, None], right=True).clamp(max=sums.shape[1] - 1)

@@ -33,7 +33,7 @@ def test_times_lie_on_a_line_corrected_where_they_are_known() -> None:
     assert lengths.seconds(1, 6) == pytest.approx([1 + 0.5 * n for n in range(7)])
     for _ in range(KEPT):
         lengths.record(1, 5, 2.0)  # a stair, as many times as are kept
-    # A line of 0.5 s a draft to 3 s, corrected by -8/11 of 1 s at 5 tokens; from 3 on halfway to it; never falling.
+    # A line of 0.5 s a draft, corrected by -8/11 of 1 s at 5 tokens, and by half of it at 4.
     corrected = [1, 1.5, 2, 2.5 - 4 / 11, 3 - 8 / 11, 3.5 - 8 / 11]
     assert lengths.seconds(1, 5) == pytest.approx(corrected)
     assert learnt({1: 1.0, 2: 0.5}).seconds(1, 2) == [1.0, 1.0, 1.0]
