@@ -52,7 +52,9 @@ def measure_costs(
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else range(0)
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
-    batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
+    texts = prompts or [ids[0].tolist()] * ANSWERS
+    # Rotated, because decoding without drafts reads equal prompts of a batch once.
+    batches = [[prompt[row:] + prompt[:row] for row in range(rows)] for prompt in texts]
     answer = partial(
         decode_batch, base, timed=True, max_new_tokens=min(24, base.max_context - max([context, *map(len, prompts)]))
     )

@@ -19,7 +19,11 @@ from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.search import best_trees, cross_fitted, first_accepted, greedy_tree, sequoia
 from drafthead.files.local import write_checksummed_json, write_json
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.drafter import Drafter
+from drafthead.models.decoding.loop import decode_batch
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable
@@ -81,6 +85,23 @@ def test_costs_on_a_short_context(tiny_base: TinyBase) -> None:
         assert [line[1:] for line in shown if line[0] == label] == [(done, 3) for done in range(4)]
     assert costs.context == 8 and sorted(costs.verify) == [*range(1, 9)]
     assert CostModel.from_json(costs.to_json()) == costs
+
+
+def test_rows_of_a_batch_are_read_with_and_without_drafts(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding without drafts reads equal prompts once, so that drafting seemed to take seconds to read eight."""
+    batches: list[tuple[bool, list[list[int]]]] = []
+
+    def recorded(
+        base: BaseModel, drafter: Drafter | None, batch: list[list[int]], **options: Any
+    ) -> list[DecodeResult]:
+        batches.append((drafter is not None, batch))
+        return decode_batch(base, drafter, batch, **options)
+
+    monkeypatch.setattr("drafthead.eval.trees.cost_model.decode_batch", recorded)
+    measure_costs(head.base, head, context=16, repeats=1, sizes=(1, 2), rows=3)
+    assert {drafts for drafts, _ in batches} == {True, False}
+    for _, batch in batches:
+        assert len(batch) == 3 and len({tuple(prompt) for prompt in batch}) == 3
 
 
 def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
