@@ -28,7 +28,7 @@ from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
 from drafthead.eval.trees.acceptance_fit import with_acceptance
 from drafthead.eval.trees.calibrate import Calibration, calibrate, load_calibration, save_calibration
-from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.cost_model import batch_context, measure_costs
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
 from drafthead.eval.trees.stored_answers import stored_accept_probs
@@ -433,7 +433,8 @@ def tree(context: RunContext) -> None:
             head.tree_costs = _tree_costs(context, head, costs, calibration)
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
-                costs_of_batch = measure_costs(head.base_model, head, rows=rows, progress=display.progress)
+                texts = batch_context([text.middle for text in context.development_answers or ()], rows)
+                costs_of_batch = measure_costs(head.base_model, head, texts, rows=rows, progress=display.progress)
                 batch = calibrate(_tree_ranks(context, head), costs_of_batch, run.tree_search)
                 pays = batch.expected_speedup > 1
                 head.tree_costs = head.tree_costs.with_rows(rows, costs_of_batch, batch.expected_speedup)

@@ -51,6 +51,11 @@ class Answer:
         """Return a finished answer outside a store; ``ids`` are those of the prompt and the answer."""
         return cls(0, np.asarray(ids, dtype=np.int32), boundary, finished=True)
 
+    @property
+    def middle(self) -> int:
+        """Number of tokens when half of the answer is there."""
+        return (self.boundary + len(self.input_ids)) // 2
+
     @cached_property
     def ids(self) -> list[int]:
         ids: list[int] = self.input_ids.tolist()

@@ -38,7 +38,7 @@ from drafthead.eval.metrics.engine_comparison import engine_failures
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.calibrate import load_costs, measured_with, save_costs
-from drafthead.eval.trees.cost_model import ensure_costs, measure_costs
+from drafthead.eval.trees.cost_model import batch_context, ensure_costs, measure_costs
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -66,7 +66,10 @@ def main(config: EvalRunConfig) -> None:
         display.line(f"   base: {base.name}{adapter}")
     if config.by_cost:
         with display.stage("step costs on this machine, by which trees are chosen"):
-            ensure_costs(base, head, config.batch_size, again=True, progress=display.progress)
+            rows, new = config.batch_size, config.max_new_tokens
+            asked = development_prompts(base, config, 4 * rows) if rows > 1 else []
+            context = batch_context([len(ids) + new // 2 for ids in asked], rows)
+            ensure_costs(base, head, rows, again=True, context=context, progress=display.progress)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
     assert isinstance(head, DraftHead) or not config.grid  # its folder was checked

@@ -21,6 +21,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import OtherProcesses
 
 SIZES = (*range(1, 13), 14, 16, 20, 24, 28, 32, 48, 64)  # measured tree sizes, root included; interpolated between
+CONTEXT = 200  # committed tokens when steps of one row are timed
 ANSWERS = 3  # prompts that `measure_costs` answers without drafts, and with drafts if it is given no prompts
 DEEPEST = 8  # largest depth of drafting that is timed; greater depths are extrapolated
 T = TypeVar("T")
@@ -30,7 +31,7 @@ Progress = Callable[[str, int, int], None]  # label, number of finished items, t
 def measure_costs(
     base: BaseModel,
     drafter: Drafter,
-    context: int = 200,
+    context: int = CONTEXT,
     repeats: int = 9,
     sizes: Sequence[int] = SIZES,
     rows: int = 1,
@@ -87,19 +88,28 @@ def measure_costs(
     )
 
 
+def batch_context(lengths: Sequence[int], rows: int) -> int:
+    """Return the ``context`` of batches of ``rows`` texts, for ``measure_costs``: the mean of the longest of the
+    batches' ``lengths``, in order, because shorter rows are padded to it. One row has the usual context."""
+    if rows == 1 or not lengths:
+        return CONTEXT
+    return round(mean(max(lengths[first : first + rows]) for first in range(0, len(lengths), rows)))
+
+
 def ensure_costs(
     base: BaseModel,
     drafter: Drafter,
     rows: int = 1,
     again: bool = False,
+    context: int = CONTEXT,
     progress: Progress = lambda label, done, total: None,
 ) -> None:
-    """Set ``drafter.tree_costs``, for trees by cost in batches of ``rows``. Costs that are there are kept unless they
-    are to be measured ``again``, because they may be those of another machine."""
+    """Set ``drafter.tree_costs``, for trees by cost in batches of ``rows`` with ``context`` tokens in the cache. Costs
+    that are there are kept unless they are to be measured ``again``, because they may be those of another machine."""
     known = drafter.tree_costs
     if known is not None and not again:
         return
-    costs = measure_costs(base, drafter, repeats=9 if again else 3, rows=rows, progress=progress)
+    costs = measure_costs(base, drafter, context, 9 if again else 3, rows=rows, progress=progress)
     speedup = 1.0 if known is None else known.speedup.get(rows, 1.0)
     measured = TreeCosts(costs={rows: costs}, speedup={rows: speedup})
     drafter.tree_costs = measured if known is None else replace(known, costs=measured.costs, speedup=measured.speedup)

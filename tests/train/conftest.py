@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.cost_model import CONTEXT, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import Drafter
@@ -113,9 +113,11 @@ class StepCosts:
         self.model: Callable[[int], CostModel] | None = None
         """Costs by batch size, instead of measured ones."""
 
-    def __call__(self, base: BaseModel, drafter: Drafter, rows: int = 1, progress: Any = None) -> CostModel:
+    def __call__(
+        self, base: BaseModel, drafter: Drafter, context: int = CONTEXT, rows: int = 1, progress: Any = None
+    ) -> CostModel:
         self.rows.append(rows)
-        return self.model(rows) if self.model else measure_costs(base, drafter, rows=rows, repeats=1)
+        return self.model(rows) if self.model else measure_costs(base, drafter, context, rows=rows, repeats=1)
 
 
 @pytest.fixture(scope="session", autouse=True)

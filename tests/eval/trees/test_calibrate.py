@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafthead.eval.trees import calibrate
-from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.cost_model import CONTEXT, batch_context, measure_costs
 from drafthead.eval.trees.search import best_trees, cross_fitted, first_accepted, greedy_tree, sequoia
 from drafthead.files.local import write_checksummed_json, write_json
 from drafthead.models.base.base_model import BaseModel
@@ -85,6 +85,11 @@ def test_costs_on_a_short_context(tiny_base: TinyBase) -> None:
         assert [line[1:] for line in shown if line[0] == label] == [(done, 3) for done in range(4)]
     assert costs.context == 8 and sorted(costs.verify) == [*range(1, 9)]
     assert CostModel.from_json(costs.to_json()) == costs
+
+
+def test_a_batch_is_as_long_as_its_longest_text() -> None:
+    assert batch_context([10, 30, 20, 50, 40], 2) == (30 + 50 + 40) / 3
+    assert batch_context([10, 30], 1) == batch_context([], 4) == CONTEXT
 
 
 def test_rows_of_a_batch_are_read_with_and_without_drafts(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
