@@ -433,8 +433,8 @@ def tree(context: RunContext) -> None:
             head.tree_costs = _tree_costs(context, head, costs, calibration)
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
-                texts = batch_context([text.middle for text in context.development_answers or ()], rows)
-                costs_of_batch = measure_costs(head.base_model, head, texts, rows=rows, progress=display.progress)
+                longest = batch_context([text.middle for text in context.development_answers or ()], rows)
+                costs_of_batch = measure_costs(head.base_model, head, longest, rows=rows, progress=display.progress)
                 batch = calibrate(_tree_ranks(context, head), costs_of_batch, run.tree_search)
                 pays = batch.expected_speedup > 1
                 head.tree_costs = head.tree_costs.with_rows(rows, costs_of_batch, batch.expected_speedup)
