@@ -14,7 +14,8 @@ from head_cases import HEADS
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.engines.in_vllm.cpu_sampling import expand, repair
-from drafthead.engines.in_vllm.proposer import Proposer, runner_of
+from drafthead.engines.in_vllm.proposer import Proposer, ProposerConfig, runner_of
+from drafthead.engines.in_vllm.speculator import Speculator
 from drafthead.engines.server import acceptance_line, counters
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -131,13 +132,68 @@ class Runner:
                 self.step(sizes)
 
 
+class SlotRunner(Runner):
+    """A model runner with the names that the ``Speculator`` uses of vLLM's V2 runner."""
+
+    def __init__(self, base: BaseModel, config: Any) -> None:
+        self.base, self.config = base, config
+        model = SimpleNamespace(embed_tokens=base.input_embeddings, norm=base.final_norm)
+        self.model = SimpleNamespace(model=model, lm_head=base.lm_head)
+        extra = config.speculative_config.draft_load_config.model_loader_extra_config
+        self.drafter = Speculator(config, self, ProposerConfig(**extra))
+        head = load_head(extra["head"], base)
+        config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = sorted(
+            {*head.spec.layers}
+        )
+        self.requests, self.computed, self.drafts, self.accepted = {}, {}, {}, {}
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+    ) -> list[list[int]]:
+        slots = {request: 3 - n for n, request in enumerate(self.requests)}
+        texts, read, last = torch.zeros(4, LONGEST, dtype=torch.int32), torch.zeros(4), torch.zeros(4, 1).long()
+        for request, slot in slots.items():
+            text = self.requests[request]
+            texts[slot, : len(text)], last[slot] = torch.tensor(text, dtype=torch.int32), text[-1]
+            read[slot] = min(self.computed[request], len(text))
+        self.req_states = SimpleNamespace(
+            req_id_to_index=slots,
+            all_token_ids=SimpleNamespace(gpu=texts),
+            num_computed_tokens=SimpleNamespace(gpu=read),
+        )
+        batch, verified = self.input_batch.req_ids, scheduler_output.scheduled_spec_decode_tokens
+        counts = [scheduler_output.num_scheduled_tokens[request] for request in batch]
+        drafted = [len(verified.get(request, ())) for request in batch]
+        sampled = [len(tokens) for tokens in sampled_token_ids]
+        rejected = [d + 1 - n if n else 0 for d, n in zip(drafted, sampled, strict=True)]
+        order = np.array([slots[request] for request in batch])
+        given = SimpleNamespace(
+            num_reqs=len(batch),
+            req_ids=batch,
+            idx_mapping=torch.tensor(order),
+            idx_mapping_np=order,
+            query_start_loc_np=np.cumsum([0, *counts]),
+            num_draft_tokens_per_req=np.array(drafted),
+        )
+        counted = torch.tensor(sampled), torch.tensor(rejected), last, torch.zeros(1, 4), torch.zeros(4), torch.zeros(4)
+        drafts = self.drafter.propose(given, {}, {}, hidden_states, aux_hidden_states, *counted)
+        return [row if n else [] for row, n in zip(drafts.tolist(), sampled, strict=True)]
+
+
+@pytest.mark.parametrize("runner_type", [Runner, SlotRunner])
 @cases(
     "kind",
     "medusa_induction",
     "hydra_pp",
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "dspark")),
 )
-def test_texts_and_acceptance_are_those_of_our_chain(saved: tuple[BaseModel, Path], tmp_path: Path, kind: str) -> None:
+def test_texts_and_acceptance_are_those_of_our_chain(
+    saved: tuple[BaseModel, Path], tmp_path: Path, kind: str, runner_type: type[Runner]
+) -> None:
     base, folder = saved
     prompts = {"a": random_ids(9, 1), "b": random_ids(14, 2), "c": random_ids(30, 3)}
     texts = [ids + decode(base, None, ids, max_new_tokens=NEW + 4, ignore_eos=True).tokens for ids in prompts.values()]
@@ -147,8 +203,9 @@ def test_texts_and_acceptance_are_those_of_our_chain(saved: tuple[BaseModel, Pat
         r: decode(base, head, p, max_new_tokens=NEW, draft_config=chain, ignore_eos=True) for r, p in prompts.items()
     }
     for preempted in (0.0, 0.2):
-        runner = Runner(base, vllm_config(folder, 3, head=str(tmp_path)))
-        assert runner.drafter._rows.drafters[0].base.embedding.data_ptr() == base.embedding.data_ptr(), "a second copy"
+        runner = runner_type(base, vllm_config(folder, 3, head=str(tmp_path)))
+        rows = runner.drafter._rows or runner.drafter._loaded()
+        assert rows.drafters[0].base.embedding.data_ptr() == base.embedding.data_ptr(), "a second copy"
         runner.answer(prompts, random.Random(kind), preempted)
         for request, result in ours.items():
             assert runner.requests[request][len(prompts[request]) :][:NEW] == result.tokens

@@ -77,20 +77,19 @@ class Proposer:
         self._settings = check(dict(given), ProposerConfig)
         self._runner = runner_of(vllm_config)
         self._step: Step | None = None
-        self._layers: tuple[int, ...] = ()  # ascending
+        self._layers: tuple[int, ...] = ()  # of the head
         self._last: tuple[list[str], float] = [], 0.0  # requests that got drafts in the last step, and its end
 
     def load_model(self, target: Any) -> None:
         """Load the head onto the tensors of ``target``, vLLM's model."""
-        parts = self._parts(target)
+        parts = parts_of(target, self._config.model_config)
         if parts.device.type == "cpu" and (sampler := sys.modules.get(SAMPLER)) is not None and repair(sampler):
             logging.getLogger("vllm").warning("drafthead repaired vLLM's sampling with drafts on a CPU")
-        head = None if self._settings.head is None else load_head(self._settings.head, parts)
-        drafts = self._config.speculative_config.num_speculative_tokens
         self._lengths = DraftLengths() if self._settings.fit_length else None
-        self._rows = EngineRows(drafters_of(self._settings.drafter, parts, head, drafts), drafts, self._lengths)
-        if head is not None and head.spec.layers:
-            self._read_layers(head.spec.layers)
+        drafts = self._config.speculative_config.num_speculative_tokens
+        self._rows = rows_of(self._settings, parts, drafts, self._lengths)
+        if layers := self._rows.drafters[0].spec.layers:
+            self._read_layers(layers)
         observed = getattr(self._runner, STEP)
         setattr(self._runner, STEP, partial(self._with_states, observed, inspect.signature(observed)))
 
@@ -114,7 +113,7 @@ class Proposer:
             start = int(batch.num_computed_tokens_cpu[row])  # before the step
             # The last token of an answer is not read yet. Rejected drafts were read behind it.
             end = min(start + count, length - 1)
-            states = self._states(step, offset, end - start)
+            states = states_of(step.hidden_states, step.aux_hidden_states, self._layers, offset, offset + end - start)
             verified = len(step.scheduler_output.scheduled_spec_decode_tokens.get(request, ()))
             reads.append(Read(request, token_ids_cpu[row, :end], states, verified))
             if sampled_token_ids[row]:
@@ -140,44 +139,18 @@ class Proposer:
         room = self._config.scheduler_config.max_num_seqs - len(batch)
         self._rows.drop(waiting[: max(0, len(waiting) - room)])
 
-    def _states(self, step: Step, start: int, count: int) -> HiddenStates:
-        def rows(states: Tensor) -> Tensor:
-            return states[None, start : start + count]
-
-        layers = None
-        if step.aux_hidden_states is not None:
-            by_number = dict(zip(self._layers, step.aux_hidden_states, strict=True))
-            layers = torch.cat([rows(by_number[n]) for n in self._rows.drafters[0].spec.layers], -1)
-        return HiddenStates(final=rows(step.hidden_states), layers=layers)
-
     def _with_states(self, observed: Callable[..., Any], signature: inspect.Signature, *args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments
         self._step = Step(*(given[name] for name in NEEDED))
         self._record_time(self._step)
         return observed(*args, **named)
 
-    def _parts(self, target: Any) -> BaseParts:
-        try:
-            embedding, norm = target.model.embed_tokens.weight, target.model.norm.weight
-            lm_head = target.lm_head.weight
-        except AttributeError as error:
-            raise UserError(f"{type(target).__name__} of vLLM is not like Llama's model ({error})") from None
-        if not embedding.dtype == lm_head.dtype == norm.dtype or not embedding.dtype.is_floating_point:
-            raise UserError("drafthead's proposer needs an embedding and an output head that are not quantised")
-        model = self._config.model_config
-        config = BaseConfig(name=model.model, revision=model.revision, graphs="never")  # batches change in size
-        tensors = {"embedding": embedding.detach(), "lm_head": lm_head.detach(), "norm": norm.detach()}
-        parts = BaseParts.of_tensors(config, **tensors)
-        parts.kernels = KernelTable()
-        choose_draft_dtype(parts.kernels, parts.lm_head.weight)
-        return parts
-
     def _read_layers(self, layers: Sequence[int]) -> None:
         """Make the runner return the outputs of ``layers``, as for EAGLE-3. vLLM counts them as we do: 0 is the
         embedding."""
-        self._layers = tuple(sorted({*layers}))
+        self._layers = tuple(layers)
         config = self._config.speculative_config.draft_model_config.hf_config
-        config.eagle_aux_hidden_state_layer_ids = list(self._layers)
+        config.eagle_aux_hidden_state_layer_ids = sorted({*layers})
         self._runner.use_aux_hidden_state_outputs = True
 
 
@@ -194,6 +167,38 @@ def runner_of(vllm_config: Any) -> Any:
     if missing:
         raise UserError(f"the model runner of {version} lacks {', '.join(missing)}; use vLLM 0.32 or 0.33")
     return runner
+
+
+def states_of(final: Tensor, aux: Sequence[Tensor] | None, layers: Sequence[int], first: int, end: int) -> HiddenStates:
+    """Return the states of a step from token ``first`` to ``end``. ``final`` [T, D] are those after the final norm,
+    ``aux`` those of the ``layers``, each once, ascending."""
+    by_number = dict(zip(sorted({*layers}), aux or (), strict=True))
+    joined = torch.cat([by_number[n][None, first:end] for n in layers], -1) if layers else None
+    return HiddenStates(final=final[None, first:end], layers=joined)
+
+
+def parts_of(target: Any, model_config: Any) -> BaseParts:
+    """Return the tensors of ``target``, vLLM's model, that heads share with their base."""
+    try:
+        embedding, norm = target.model.embed_tokens.weight, target.model.norm.weight
+        lm_head = target.lm_head.weight
+    except AttributeError as error:
+        raise UserError(f"{type(target).__name__} of vLLM is not like Llama's model ({error})") from None
+    if not embedding.dtype == lm_head.dtype == norm.dtype or not embedding.dtype.is_floating_point:
+        raise UserError("drafthead's proposer needs an embedding and an output head that are not quantised")
+    # No graphs, because batches change in size.
+    config = BaseConfig(name=model_config.model, revision=model_config.revision, graphs="never")
+    tensors = {"embedding": embedding.detach(), "lm_head": lm_head.detach(), "norm": norm.detach()}
+    parts = BaseParts.of_tensors(config, **tensors)
+    parts.kernels = KernelTable()
+    choose_draft_dtype(parts.kernels, parts.lm_head.weight)
+    return parts
+
+
+def rows_of(config: ProposerConfig, parts: BaseParts, drafts: int, lengths: DraftLengths | None = None) -> EngineRows:
+    """Return the rows of the drafters of ``config``, of which the first is the head, if there is one."""
+    head = None if config.head is None else load_head(config.head, parts)
+    return EngineRows(drafters_of(config.drafter, parts, head, drafts), drafts, lengths)
 
 
 def drafters_of(text: str, parts: BaseParts, head: Drafter | None, drafts: int) -> list[Drafter]:

@@ -1,6 +1,7 @@
 """Heads and corpora served by llama.cpp and vLLM themselves on the real base (``make test-engines``)."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from drafthead.data.states.source import StatesSource
 from drafthead.data.states.stored import StoredStates
 from drafthead.data.text.documents import Documents
 from drafthead.engines.environment import environment
+from drafthead.engines.in_vllm import speculator
 from drafthead.engines.server import counters
 from drafthead.eval.config import EvalConfig, SuiteConfig
 from drafthead.eval.engines.served import free_port
@@ -317,3 +319,26 @@ def test_vllm_computes_the_states_of_the_base_and_ends_with_its_command(tmp_path
     while is_up(port):
         assert time.monotonic() < deadline, "vLLM outlives `drafthead serve`"
         time.sleep(0.2)
+
+
+def test_the_speculator_has_the_interface_of_vllms_v2_runner() -> None:
+    script = """if True:
+        import inspect
+        import drafthead_proposer
+        from drafthead.engines.in_vllm.speculator import Speculator
+        from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator as Base
+
+        names = [name for name in vars(Base) if not name.startswith("_")]
+        assert len(names) > 3 and not [name for name in names if not hasattr(Speculator, name)], names
+        for name in Base.__abstractmethods__:
+            ours, wanted = (inspect.signature(getattr(each, name)).parameters.values() for each in (Speculator, Base))
+            assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in wanted], name
+    """
+    folder = Path(speculator.__file__).parent
+    done = subprocess.run(
+        [environment() / "bin" / "python", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from drafthead.models.base.layers import reading_copy
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels import choice, compiled, linear
-from drafthead.models.kernels.choice import choose_kernels
+from drafthead.models.kernels.choice import choose_draft_dtype, choose_kernels
 from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
 from drafthead.models.kernels.linear import MEASURED_ROWS, Kernel, KernelTable, PrepackedLinear, inference_linear
 from drafthead.system.machine import cpu_info
@@ -125,6 +125,18 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
     assert set(same.by_rows.values()) == {default}
     assert stored() == {default}, "nothing is faster, and without room for both the compiled form serves all rows"
     torch.testing.assert_close(layer(x := torch.randn(50, 64)), F.linear(x, layer.dense()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_fastest_dtype_to_draft_in_is_chosen_without_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {None: 0.004, torch.bfloat16: 0.001, torch.int8: 0.0038}
+    monkeypatch.setattr(linear, "packs_bfloat16", lambda: True)
+    monkeypatch.setattr(PrepackedLinear, "inference", lambda layer, dtype: lambda x: sleep(seconds[dtype]))
+    table, lm_head = KernelTable(), torch.randn(64, 32)
+    choose_draft_dtype(table, lm_head)
+    assert table.draft_dtype is None, "small bases are not measured"
+    monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
+    choose_draft_dtype(table, lm_head)
+    assert table.draft_dtype == torch.bfloat16
 
 
 @pytest.fixture
