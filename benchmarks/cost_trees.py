@@ -26,7 +26,7 @@ from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interle
 from drafthead.eval.timing.methods import shared_times
 from drafthead.eval.trees.acceptance_fit import calibration_error, candidate_fates, with_acceptance
 from drafthead.eval.trees.calibrate import calibrate
-from drafthead.eval.trees.cost_model import SIZES, batch_context, measure_costs
+from drafthead.eval.trees.cost_model import batch_context, measure_costs
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import simulate_texts, text_ranks
 from drafthead.files.local import finite
@@ -52,7 +52,7 @@ def prepare(base: BaseModel, head: DraftHead, texts: Sequence[Answer], rows: int
     """Give ``head`` its tree and its costs for batches of ``rows``, by the dev half's answers ``texts``; return the
     length of the best chain."""
     context = batch_context([text.middle for text in texts], rows)
-    costs = measure_costs(base, head, context, rows=rows, sizes=[n for n in SIZES if n * rows <= 256])
+    costs = measure_costs(base, head, context, rows=rows)
     ranks = text_ranks(head, texts)
     calibration = calibrate(ranks, costs)
     head.tree = calibration.tree if calibration.expected_speedup > 1 else TokenTree.chain(0)

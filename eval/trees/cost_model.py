@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from statistics import mean, median
 from time import perf_counter
 from typing import TypeVar
@@ -11,7 +13,7 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.decoding.cost_model import CostModel
-from drafthead.models.decoding.cost_tree import TreeCosts
+from drafthead.models.decoding.cost_tree import LARGEST, AcceptanceModel, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
@@ -22,6 +24,7 @@ from drafthead.system.machine import OtherProcesses
 
 SIZES = (*range(1, 13), 14, 16, 20, 24, 28, 32, 48, 64)  # measured tree sizes, root included; interpolated between
 CONTEXT = 200  # committed tokens when steps of one row are timed
+BATCH_NODES = 256  # largest number of nodes of all rows that is timed, and two of each row: larger ones take minutes
 ANSWERS = 3  # prompts that `measure_costs` answers without drafts, and with drafts if it is given no prompts
 DEEPEST = 8  # largest depth of drafting that is timed; greater depths are extrapolated
 T = TypeVar("T")
@@ -40,14 +43,15 @@ def measure_costs(
 ) -> CostModel:
     """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine, in turn. ``context``
     random tokens are in the cache, at most half of the base's positions. The median of ``repeats`` counts. ``sizes``
-    are numbers of nodes to verify, root included; sizes above the context are extrapolated. All times are those of a
-    whole batch of ``rows``. ``prompts`` are answered while a combined or nested drafter is timed, because its drafting
-    time depends on the text. ``progress`` is called between rounds and answers, never while one is timed. Isotonic
-    regression averages out noise by which a smaller tree seems slower than a larger one."""
+    are numbers of nodes of a row to verify, root included; sizes above the context, and more than ``BATCH_NODES`` in
+    all, are extrapolated. All times are those of a whole batch of ``rows``. ``prompts`` are answered while a combined
+    or nested drafter is timed, because its drafting time depends on the text. ``progress`` is called between rounds and
+    answers, never while one is timed. Isotonic regression averages out noise by which a smaller tree seems slower than
+    a larger one."""
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
     context = min(context, base.max_context // 2)
-    sizes = [n for n in sizes if n <= context]
+    sizes = [n for n in sizes if n <= context and (n <= 2 or n * rows <= BATCH_NODES)]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.
     depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else range(0)
@@ -109,10 +113,19 @@ def ensure_costs(
     known = drafter.tree_costs
     if known is not None and not again:
         return
-    costs = measure_costs(base, drafter, context, 9 if again else 3, rows=rows, progress=progress)
+    sizes = [n for n in SIZES if n <= LARGEST]
+    costs = measure_costs(base, drafter, context, 9 if again else 3, sizes, rows, progress=progress)
     speedup = 1.0 if known is None else known.speedup.get(rows, 1.0)
+    if rows > 1 and known is not None and known.acceptance != AcceptanceModel():  # fitted on this drafter
+        speedup = _chain_speedup(known.acceptance, costs, drafter.depth)
     measured = TreeCosts(costs={rows: costs}, speedup={rows: speedup})
     drafter.tree_costs = measured if known is None else replace(known, costs=measured.costs, speedup=measured.speedup)
+
+
+def _chain_speedup(acceptance: AcceptanceModel, costs: CostModel, depth: int) -> float:
+    """Return the speedup of the chain of up to ``depth`` drafts that pays most."""
+    reached = list(accumulate((acceptance.expected(level)[0] for level in range(1, depth + 1)), mul))
+    return max(costs.speedup(1 + sum(reached[:n]), n + 1, n) for n in range(1, depth + 1))
 
 
 Probes = dict[tuple[str, int], Callable[[], object]]  # by part of a step and size, such as ("verify", 8)

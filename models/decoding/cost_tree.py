@@ -132,6 +132,12 @@ class TreeCosts:
         """Return these measurements with those of batches of ``rows``."""
         return replace(self, costs={**self.costs, rows: costs}, speedup={**self.speedup, rows: speedup})
 
+    def pays(self, rows: int) -> bool:
+        """Return False if drafts were not expected to pay in batches of ``rows``, or of the next smaller measured size:
+        then even reading the prompts with the drafter is wasted time."""
+        sizes = [n for n in self.speedup if n <= rows]
+        return not sizes or self.speedup[max(sizes)] >= 1
+
     @cached_property
     def _prices(self) -> dict[int, "StepPrices"]:
         return {}

@@ -275,6 +275,8 @@ def prepare(
         what = f"a tree by cost with sampled drafts needs one prompt at a time, got {rows}"
         raise UserError(f"{what}; set batch_size=1 or draft_sampling=top_k")
     check_drafter(base, drafter, draft_config, rule)
+    if not drafts(draft_config, rows):
+        drafter, draft_config = None, ROOT_ONLY
     return DecodeLoop(
         base=base,
         drafter=drafter,
@@ -283,6 +285,13 @@ def prepare(
         batch_size=rows,
         capacity=max(map(len, prompts)) + max_new_tokens,
     )
+
+
+def drafts(draft_config: DraftConfig, rows: int) -> bool:
+    """Return False if batches of ``rows`` never get drafts, so that the drafter need not read them."""
+    if isinstance(draft_config.tree, CostTree):
+        return rows == 1 or draft_config.tree.costs.pays(rows)
+    return draft_config.nodes > 1
 
 
 def check_ids(base: BaseParts, ids: Sequence[int], max_new_tokens: int, where: str) -> None:

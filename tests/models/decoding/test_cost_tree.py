@@ -11,6 +11,8 @@ from torch import Tensor
 
 import drafthead
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.trees import cost_model
+from drafthead.eval.trees.cost_model import ensure_costs
 from drafthead.models.decoding.candidates import LogitsSource
 from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price_drafts
 from drafthead.models.decoding.cost_model import CostModel
@@ -242,6 +244,37 @@ def test_in_a_batch_in_which_nothing_pays_nothing_is_drafted(tiny_base: TinyBase
     assert proposed(measured, 16) == {0} != proposed(measured, 1)
     flat = CostModel(verify={1: 1.0, 32: 1.0}, draft=0.0, overhead=0.0, context=8)
     assert proposed(measured.with_rows(16, flat, 1.0), 16) != {0}
+
+
+def test_the_drafter_does_not_read_a_batch_in_which_drafts_were_expected_not_to_pay(
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=3).build(base).eval()
+    prices = costs(CHEAP).with_rows(2, CostModel(verify=CHEAP, draft=0.0, overhead=0.0, context=8), 0.98)
+    by_cost = DraftConfig(tree=CostTree(costs=prices, depth=3))
+    opened = []
+    open_session = head.open
+    monkeypatch.setattr(head, "open", lambda rows, *more: (opened.append(rows), open_session(rows, *more))[1])
+    options = {"max_new_tokens": 6, "ignore_eos": True}
+    plain = decode(base, None, PROMPTS[0], **options).tokens
+    for config, rows, read in ((by_cost, 3, []), (DraftConfig(tree=TokenTree.chain(0)), 1, []), (by_cost, 1, [1])):
+        results = decode_batch(base, head, PROMPTS[:1] * rows, draft_config=config, **options)
+        assert [result.tokens for result in results] == [plain] * rows and opened == read
+
+
+def test_a_batch_is_expected_to_gain_what_its_best_chain_does(
+    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=3).build(base).eval()
+    fitted = AcceptanceModel(mean=[[0.5], [0.4]])
+    dear = CostModel(verify={1: 1.0, 2: 1.6, 4: 2.0}, draft=0.0, overhead=0.0, context=8)
+    monkeypatch.setattr(cost_model, "measure_costs", lambda *given, **named: dear)
+    for rows, acceptance, speedup in ((1, fitted, 1.3), (8, AcceptanceModel(), 1.0), (8, fitted, 1.7 / 1.8)):
+        head.tree_costs = replace(costs(CHEAP, acceptance=acceptance), speedup={1: 1.3})
+        ensure_costs(base, head, rows, again=True)
+        assert head.tree_costs.speedup == {rows: pytest.approx(speedup)}
 
 
 def test_trees_are_named(tiny_base: TinyBase) -> None:
