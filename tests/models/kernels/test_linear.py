@@ -182,14 +182,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (63, 5), (64, 96), (200, 33)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (63, 5), (64, 96), (200, 33), (40, 300)])
 def test_product(outputs: int, inputs: int, biased: bool) -> None:
     if (library := skinny_library()) is None:
         pytest.skip("no C++ compiler here")
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if biased else None
     layer = CompiledWeight(weight, bias, library)
     assert torch.equal(layer.dense(), weight)
-    x = torch.randn(41, inputs)
+    x = torch.randn(60, inputs)
     for rows in range(len(x) + 1):
         product = layer(x[:rows])
         torch.testing.assert_close(product, F.linear(x[:rows], weight, bias), rtol=1e-4, atol=1e-4)
@@ -253,7 +253,7 @@ def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, c
 
 @cases(
     "right, wrong",
-    ("sums[m][v] += weights", "sums[m][v] -= weights"),
+    ("values[m][v] += weights", "values[m][v] -= weights"),
     pytest.param("cvtepi8", "cvtepu8", marks=pytest.mark.slow),
 )
 def test_none_if_built_wrong(
