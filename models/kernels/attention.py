@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.errors import UserError
+from drafthead.models.kernels.compiled import attend
 from drafthead.models.kernels.packed import MAX_SCORES, OwnMask, PackedMask
 from drafthead.models.kernels.private_apis import other_base
 
@@ -68,6 +69,7 @@ def grouped_sdpa(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    compiled: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return (attention [B, T, H, F] of queries over keys and values, None), as transformers expects.
@@ -84,6 +86,7 @@ def grouped_sdpa(
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         is_causal: False raises a UserError.
+        compiled: use the attention compiled for this CPU if it can compute this.
         kwargs: other keywords of transformers; a UserError is raised unless they are ``HARMLESS`` or None.
     """
     unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
@@ -102,6 +105,10 @@ def grouped_sdpa(
             raise UserError(f"{what}; choose a head with layers of its own (eagle3, dspark)")
         # AFMoE takes a view of the result.
         return attention_mask.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    if compiled and options == Options(scaling=scaling):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if (out := attend(query, key, value, attention_mask, scale)) is not None:
+            return out, None
     return _attend(query, key, value, attention_mask, options).transpose(1, 2), None
 
 

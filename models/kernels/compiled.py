@@ -1,6 +1,8 @@
-"""Matrix products for a few rows, bound by reading the weight: ``skinny.cpp``, compiled for this CPU at first use.
+"""Matrix products and attention for a few rows: ``skinny.cpp``, compiled for this CPU at first use.
 
-It needs Linux and a C++ compiler (``CXX``, else ``g++``); otherwise torch's products are used. N outputs, K inputs.
+It needs Linux and a C++ compiler (``CXX``, else ``g++``); otherwise torch's products and attention are used.
+
+Shape legend: N outputs, K inputs, B batch, H query heads, G key/value heads, T queries, S keys, E head width.
 """
 
 import ctypes
@@ -11,7 +13,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +31,7 @@ SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
 BUILD_SECONDS = 60  # of one compiler call
 TOLERANCE = 1e-4  # relative error
+MOST_QUERIES = 32  # torch's attention is faster with many more
 
 
 class CompiledWeight:
@@ -76,6 +81,35 @@ class CompiledWeight:
         return dense[: self._outputs]
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
+    """Return the attention [B, T, H, E] of ``query`` [B, H, T, E] to ``key`` and ``value`` [B, G, S, E] with an
+    additive ``mask`` [B or 1, 1, T, S], all float32; None without a compiler, and where torch's attention is needed
+    (for gradients) or not slower."""
+    library, given = skinny_library(), [query, key, value, *([] if mask is None else [mask])]
+    if (
+        library is None
+        or query.shape[2] > MOST_QUERIES
+        or (mask is None and query.shape[2] > 1)
+        or value.shape != key.shape
+        or (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        or not all(each.is_cpu and each.dtype == torch.float32 and each.stride(-1) == 1 for each in given)
+    ):
+        return None
+    return _attend(library, given, scale)
+
+
+def _attend(library: ctypes.CDLL, given: Sequence[Tensor], scale: float) -> Tensor | None:
+    """Return ``attend`` of (query, key, value, mask); None if the library does not have it for their width."""
+    (batch, heads, queries, width), (_, groups, keys, _) = given[0].shape, given[1].shape
+    # A mask for all rows of the batch has a stride of 0.
+    strides = [each.stride()[:3] if len(each) == batch else (0, *each.stride()[1:3]) for each in given]
+    numbers = (ctypes.c_int64 * 12)(*chain(*strides))
+    out = given[0].new_empty(batch, queries, heads, width)
+    addresses = [each.data_ptr() for each in given] + [None] * (4 - len(given)) + [out.data_ptr()]
+    known = library.attend(*addresses, numbers, batch, heads, groups, queries, keys, width, scale)
+    return out if known else None
+
+
 @cache
 def skinny_library() -> ctypes.CDLL | None:
     """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or is wrong."""
@@ -108,7 +142,9 @@ def skinny_library() -> ctypes.CDLL | None:
     library.width.restype = ctypes.c_int64
     for product in (library.product, library.product_int8):
         product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
-    # Both products must agree with torch's, of one tile and of several.
+    library.attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 6 + [ctypes.c_float]
+    library.attend.restype = ctypes.c_int64
+    # All must agree with torch; the products with one tile and with several.
     generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 300), (200,), (30, 300)))
     for dtype in (torch.float32, torch.int8):
@@ -117,4 +153,10 @@ def skinny_library() -> ctypes.CDLL | None:
             expected = F.linear(rows, packed.dense(), bias)
             if not (packed(rows) - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 return None
+    query, key = x.view(1, 6, 5, 300)[..., :128], weight.view(1, 2, 100, 300)[..., :128]
+    mask = weight.new_zeros(1, 1, 5, 100).masked_fill_(torch.ones(5, 100).tril(40) == 0, -torch.inf)
+    attended = _attend(library, (query, key, key, mask), 0.1)
+    expected = F.scaled_dot_product_attention(query, key, key, mask, scale=0.1, enable_gqa=True).transpose(1, 2)
+    if attended is None or not (attended - expected).abs().max() <= TOLERANCE:
+        return None
     return library

@@ -63,6 +63,7 @@ class FusedAttention(nn.Module):
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
         self.head_dim: int = stock.head_dim
+        self._compiled = table is not None  # of a base for which kernels are measured
         self._queries = stock.q_proj.out_features // self.head_dim
         self._rotated = self._queries + stock.k_proj.out_features // self.head_dim
         self._qkv = joined_linear([stock.q_proj, stock.k_proj, stock.v_proj], dtype, table)
@@ -93,7 +94,8 @@ class FusedAttention(nn.Module):
         query, key = states_BHTE[:, : self._queries], states_BHTE[:, self._queries :]
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, scaling=self.scaling, **options)
+        options |= {"scaling": self.scaling, "compiled": self._compiled}
+        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, **options)
         return self._out(out.reshape(batch, time, -1)), None
 
 

@@ -7,13 +7,15 @@
 // part of W in the first cache. Each sum adds its inputs in order, whatever the number of rows: a row's result does not
 // depend on the rows beside it.
 //
-// compiled.py builds this for the CPU at hand and calls it.
+// Attention of a few queries follows below. compiled.py builds both for the CPU at hand and calls them.
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
 #include <utility>
+#include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -163,4 +165,157 @@ extern "C" void product_int8(
     int64_t rows, int64_t inputs, int64_t outputs
 ) {
     multiply(x, packed, scale, bias, y, rows, inputs, outputs);
+}
+
+// Attention of a few queries to all keys of a cache, softmax(q k^T * scale + mask) v, in float32. A query's result does
+// not depend on the others.
+
+// {sum(a[0]), sum(a[1]), ...} of LANES vectors, by adding neighbours again and again
+static inline Vector sums_of(Vector* a) {
+    Ints even, odd;
+    for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+    for (int count = LANES / 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++)
+            a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+    return a[0];
+}
+
+static inline Vector choose(Ints condition, Vector yes, Vector no) {
+    return (Vector)((condition & (Ints)yes) | (~condition & (Ints)no));
+}
+
+// e^x for x <= 0, with a relative error of about 2e-7; 0 below -87 (Cephes' expf)
+static inline Vector exponential(Vector x) {
+    const Ints low = x < Vector{} - 87.0f;
+    x = choose(low, Vector{}, x);
+    const Ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints); // the nearest, because x <= 0
+    const Vector whole = __builtin_convertvector(power, Vector), r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Vector p = Vector{} + 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = p * r + c;
+    return choose(low, Vector{}, (p * r * r + r + 1.0f) * (Vector)((power + 127) << 23));
+}
+
+struct Strided {
+    const float* data;
+    int64_t row, head, step; // distance of rows of the batch, of heads, and of queries or keys
+    const float* at(int64_t n, int64_t h, int64_t i) const { return data + n * row + h * head + i * step; }
+};
+
+// The weights [queries, stride] of one head before division by their sums [queries]; keys beyond the last have none.
+template <int COUNT>
+static void weigh(
+    const float* q, int64_t q_step, const float* k, int64_t k_step, const float* mask, int64_t mask_step,
+    int64_t queries, int64_t keys, float scale, float* weights, float* totals
+) {
+    const int64_t stride = (keys + LANES - 1) / LANES * LANES;
+    for (int64_t t = 0; t < queries; t++) {
+        Vector query[COUNT], largest = Vector{} - INFINITY, total = {};
+        for (int c = 0; c < COUNT; c++) query[c] = read(q + t * q_step + c * LANES) * scale;
+        const auto score = [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+            Vector dots[LANES], seen = {};
+            for (int i = 0; i < LANES; i++) {
+                const float* key = k + (j + (i < count ? i : 0)) * k_step;
+                dots[i] = query[0] * read(key);
+                for (int c = 1; c < COUNT; c++) dots[i] += query[c] * read(key + c * LANES);
+            }
+            if (mask) std::memcpy(&seen, mask + t * mask_step + j, count * sizeof(float));
+            for (int i = count; i < LANES; i++) seen[i] = -INFINITY;
+            const Vector scores = sums_of(dots) + seen;
+            std::memcpy(weights + t * stride + j, &scores, sizeof(scores));
+            largest = choose(scores > largest, scores, largest);
+        };
+        const int64_t whole = keys / LANES * LANES;
+        for (int64_t j = 0; j < whole; j += LANES) score(j, LANES);
+        if (whole < keys) score(whole, keys - whole);
+        float top = largest[0];
+        for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+        for (int64_t j = 0; j < keys; j += LANES) {
+            const Vector weight = exponential(read(weights + t * stride + j) - top);
+            std::memcpy(weights + t * stride + j, &weight, sizeof(weight));
+            total += weight;
+        }
+        totals[t] = 0;
+        for (int i = 0; i < LANES; i++) totals[t] += total[i];
+    }
+}
+
+template <int COUNT, int ROWS>
+static void add_values(
+    const float* weights, int64_t stride, const float* v, int64_t step, int64_t keys, const float* totals,
+    float* out, int64_t out_step
+) {
+    Vector sums[ROWS][COUNT] = {};
+    for (int64_t j = 0; j < keys; j++)
+        for (int m = 0; m < ROWS; m++)
+            for (int c = 0; c < COUNT; c++) sums[m][c] += read(v + j * step + c * LANES) * weights[m * stride + j];
+    for (int m = 0; m < ROWS; m++)
+        for (int c = 0; c < COUNT; c++) {
+            const Vector mean = sums[m][c] / totals[m];
+            std::memcpy(out + m * out_step + c * LANES, &mean, sizeof(mean));
+        }
+}
+
+template <int COUNT, int... LESS>
+static constexpr auto adders_of(std::integer_sequence<int, LESS...>) {
+    return std::array<decltype(&add_values<COUNT, 1>), sizeof...(LESS)>{add_values<COUNT, LESS + 1>...};
+}
+
+template <int COUNT>
+static void attend_with(
+    Strided q, Strided k, Strided v, Strided mask, float* out,
+    int64_t batch, int64_t heads, int64_t groups, int64_t queries, int64_t keys, float scale
+) {
+    constexpr int WIDE = COUNT > 4 && COUNT % 2 == 0 ? COUNT / 2 : COUNT, ROWS = MOST * VECTORS / WIDE;
+    static constexpr auto ADDERS = adders_of<WIDE>(std::make_integer_sequence<int, ROWS>());
+    const int64_t stride = (keys + LANES - 1) / LANES * LANES, size = COUNT * LANES;
+#pragma omp parallel
+    {
+        static thread_local std::vector<float> weights, totals;
+        weights.resize(queries * stride);
+        totals.resize(queries);
+#pragma omp for
+        for (int64_t n = 0; n < batch * heads; n++) {
+            const int64_t row = n / heads, head = n % heads, group = head * groups / heads;
+            const float* seen = mask.data ? mask.at(row, 0, 0) : nullptr;
+            weigh<COUNT>(q.at(row, head, 0), q.step, k.at(row, group, 0), k.step, seen, mask.step, queries, keys, scale,
+                         weights.data(), totals.data());
+            for (int part = 0; part < COUNT; part += WIDE) {
+                const float* value = v.at(row, group, 0) + part * LANES;
+                const int64_t tiles = (queries + ROWS - 1) / ROWS;
+                for (int64_t tile = 0, t = 0; tile < tiles; tile++) { // of nearly the same size
+                    const int64_t count = (queries - t) / (tiles - tile);
+                    float* mean = out + ((row * queries + t) * heads + head) * size + part * LANES;
+                    const float* weight = weights.data() + t * stride;
+                    ADDERS[count - 1](weight, stride, value, v.step, keys, totals.data() + t, mean, heads * size);
+                    t += count;
+                }
+            }
+        }
+    }
+}
+
+// out: [batch, queries, heads, width]. `strides`: of rows, heads and queries or keys, of q, k, v and mask; the last
+// dimension of each is contiguous. mask is added to the scores, null: none. Returns 0 if this width is not supported.
+extern "C" int64_t attend(
+    const float* q, const float* k, const float* v, const float* mask, float* out, const int64_t* strides,
+    int64_t batch, int64_t heads, int64_t groups, int64_t queries, int64_t keys, int64_t width, float scale
+) {
+    const float* data[] = {q, k, v, mask};
+    Strided given[4];
+    for (int i = 0; i < 4; i++) given[i] = {data[i], strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
+    const auto run = [&](auto attention) {
+        attention(given[0], given[1], given[2], given[3], out, batch, heads, groups, queries, keys, scale);
+        return 1;
+    };
+    switch (width % LANES ? 0 : width / LANES) {
+        case 1: return run(attend_with<1>);
+        case 2: return run(attend_with<2>);
+        case 4: return run(attend_with<4>);
+        case 5: return run(attend_with<5>);
+        case 6: return run(attend_with<6>);
+        case 8: return run(attend_with<8>);
+        case 16: return run(attend_with<16>);
+    }
+    return 0;
 }

@@ -17,7 +17,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.kernels import choice, compiled, linear
 from drafthead.models.kernels.choice import choose_draft_dtype, choose_kernels
-from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
+from drafthead.models.kernels.compiled import MOST_QUERIES, CompiledWeight, attend, skinny_library
 from drafthead.models.kernels.linear import MEASURED_ROWS, Kernel, KernelTable, PrepackedLinear, inference_linear
 from drafthead.system.machine import cpu_info
 from support import TinyBase, cases, random_ids, row_of
@@ -204,6 +204,51 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
     torch.testing.assert_close(layer(strided), F.linear(strided, weight, bias), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("batch", "keys"), [(1, 1), (1, 16), (3, 45), (1, 100)])
+def test_attention_of_a_few_queries(batch: int, keys: int, width: int) -> None:
+    if skinny_library() is None:
+        pytest.skip("no C++ compiler here")
+    most = min(keys, MOST_QUERIES)
+    query = torch.randn(batch, most, 8, width).transpose(1, 2)[:, :6]
+    key, value = (3 * torch.randn(batch, 3, keys + 20, width)[:, :, :keys] for _ in range(2))
+    hidden = torch.ones(most, most).triu(1).bool()
+    mask = torch.zeros(batch, 1, most, keys)
+    mask[..., -most:].masked_fill_(hidden, -torch.inf)
+    mask[-1, 0, :, : (keys - most) // 2] = -torch.inf  # padding
+    whole = attend(query, key, value, mask, 0.2)
+    for queries in range(1, most + 1):
+        given = query[:, :, :queries], key, value, mask[:, :, :queries]
+        out = attend(*given, 0.2)
+        expected = F.scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True)
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(out, whole[:, :queries]), "a query's result depends on the others"
+    one = attend(query[:, :, -1:], key, value, None, 0.2)
+    torch.testing.assert_close(
+        one.transpose(1, 2),
+        F.scaled_dot_product_attention(query[:, :, -1:], key, value, scale=0.2, enable_gqa=True),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_attention_that_is_left_to_torch() -> None:
+    query, key = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 40, 16)
+    mask = torch.zeros(1, 1, 2, 40)
+    assert skinny_library() is None or attend(query, key, key, mask, 1.0) is not None
+    many = torch.randn(1, 4, MOST_QUERIES + 1, 16), key, key, torch.zeros(1, 1, MOST_QUERIES + 1, 40)
+    for given in (
+        (query, key, key, None),  # causal
+        (query, key, key, mask == 0),
+        (query.double(), key.double(), key.double(), mask.double()),
+        (query, key, torch.randn(1, 2, 40, 32), mask),
+        (query.requires_grad_(), key, key, mask),
+        (torch.randn(1, 4, 2, 12), key[..., :12].clone(), key[..., :12].clone(), mask),
+        many,
+    ):
+        assert attend(*given, 1.0) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @cases(
     "x", torch.ones(1, 32), torch.tensor(1.0), torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 16, device="meta")
@@ -254,6 +299,7 @@ def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, c
 @cases(
     "right, wrong",
     ("values[m][v] += weights", "values[m][v] -= weights"),
+    pytest.param("* weights[m * stride + j]", "* weights[j]", marks=pytest.mark.slow),
     pytest.param("cvtepi8", "cvtepu8", marks=pytest.mark.slow),
 )
 def test_none_if_built_wrong(
