@@ -86,8 +86,9 @@ def eagle() -> Eagle3Head:
 
 @cache
 def copying(**norms: bool) -> Eagle3Head:
-    """Starts as an induction head, which reads layer 0."""
+    """Starts as an induction head, which reads layer 0. Rounded copies would be chosen here and in vLLM apart."""
     settings = {"num_draft_tokens": 3, "ttt_steps": 3, "own_lm_head": False, "draft_vocab_size": 1024, **norms}
+    settings["draft_dtype"] = None
     config = Eagle3Config(starts_copying=True, norm_before_residual=True, **settings)  # type: ignore[arg-type]
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 20, lr=2e-3)
 
@@ -113,7 +114,9 @@ def block(markov_rank: int) -> DSparkHead:
 @cache
 def medusa() -> MedusaHead:
     """Has an induction head, which no format of an engine holds."""
-    config = MedusaConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=16, draft_vocab_size=1024)
+    config = MedusaConfig(
+        num_draft_tokens=3, own_lm_head=False, induction_rank=16, draft_vocab_size=1024, draft_dtype=None
+    )
     return fitted(config.build(base(), draft_ids()), rows_of(answers()), 20, lr=2e-3)
 
 
