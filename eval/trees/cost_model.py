@@ -24,7 +24,7 @@ from drafthead.system.machine import OtherProcesses
 
 SIZES = (*range(1, 13), 14, 16, 20, 24, 28, 32, 48, 64)  # measured tree sizes, root included; interpolated between
 CONTEXT = 200  # committed tokens when steps of one row are timed
-BATCH_NODES = 256  # largest number of nodes of all rows that is timed, and two of each row: larger ones take minutes
+BATCH_NODES = 256  # nodes of a batch that are timed at most, but always two per row; more would take minutes
 ANSWERS = 3  # prompts that `measure_costs` answers without drafts, and with drafts if it is given no prompts
 DEEPEST = 8  # largest depth of drafting that is timed; greater depths are extrapolated
 T = TypeVar("T")

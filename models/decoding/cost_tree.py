@@ -133,8 +133,8 @@ class TreeCosts:
         return replace(self, costs={**self.costs, rows: costs}, speedup={**self.speedup, rows: speedup})
 
     def pays(self, rows: int) -> bool:
-        """Return False if drafts were not expected to pay in batches of ``rows``, or of the next smaller measured size:
-        then even reading the prompts with the drafter is wasted time."""
+        """Return False if drafts were not expected to pay in batches of ``rows``, or of the next smaller measured size.
+        Reading the prompts with the drafter is wasted time there."""
         sizes = [n for n in self.speedup if n <= rows]
         return not sizes or self.speedup[max(sizes)] >= 1
 

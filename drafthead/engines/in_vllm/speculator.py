@@ -1,4 +1,4 @@
-"""Any head in vLLM's V2 model runner. **Not run**: this runner needs a GPU.
+"""Any head in vLLM's V2 model runner. **Not run**: the runner needs a GPU.
 
 ``Speculator`` has the methods of vLLM 0.32's ``BaseSpeculator``. vLLM refuses ``custom_class`` in this runner, and its
 ``init_speculator`` builds speculators of a fixed list of methods, so a plugin (entry point ``vllm.general_plugins``)
@@ -72,13 +72,13 @@ class Speculator:
         layers = rows.drafters[0].spec.layers
         rows.drop([request for request in rows.requests if request not in state.req_id_to_index])
         slots, ends = input_batch.idx_mapping_np.tolist(), input_batch.query_start_loc_np[1:].tolist()
-        texts, read = state.all_token_ids.gpu, state.num_computed_tokens.gpu
+        texts, computed = state.all_token_ids.gpu, state.num_computed_tokens.gpu
         verified = input_batch.num_draft_tokens_per_req
         reads, last_tokens, first = [], {}, 0
         numbers = zip(slots, ends, num_sampled.tolist(), num_rejected.tolist(), strict=False)
         for row, (slot, end, sampled, rejected) in enumerate(numbers):
             request = input_batch.req_ids[row]
-            text = texts[slot, : int(read[slot])].cpu().numpy()
+            text = texts[slot, : int(computed[slot])].cpu().numpy()
             states = states_of(last_hidden_states, aux_hidden_states, layers, first, end - rejected)
             reads.append(Read(request, text, states, 0 if verified is None else int(verified[row])))
             if sampled:
