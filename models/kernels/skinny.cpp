@@ -170,13 +170,21 @@ extern "C" void product_int8(
 // Attention of a few queries to all keys of a cache, softmax(q k^T * scale + mask) v, in float32. A query's result does
 // not depend on the others.
 
-// {sum(a[0]), sum(a[1]), ...} of LANES vectors, by adding neighbours again and again
+// {a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...}
+template <int... I>
+static inline Vector sums_of_pairs(Vector a, Vector b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, 2 * I...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+#else
+    return __builtin_shuffle(a, b, Ints{2 * I...}) + __builtin_shuffle(a, b, Ints{(2 * I + 1)...});
+#endif
+}
+
+// {sum(a[0]), sum(a[1]), ...} of LANES vectors
 static inline Vector sums_of(Vector* a) {
-    Ints even, odd;
-    for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
     for (int count = LANES / 2; count > 0; count /= 2)
         for (int i = 0; i < count; i++)
-            a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+            a[i] = sums_of_pairs(a[2 * i], a[2 * i + 1], std::make_integer_sequence<int, LANES>());
     return a[0];
 }
 
