@@ -4,9 +4,11 @@ rules are tested on a simulated device (``tests/accelerator``). ROCm, XPU, MPS a
 are untested."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from drafthead.errors import UserError
 
+STATUS = Path("/proc/self/status")
 _chosen: list[torch.device] = []
 
 
@@ -110,9 +113,13 @@ def peak_memory() -> int:
     """Return ``peak_allocated`` or, if it is None, the peak of the process's resident memory, in bytes."""
     if (peak := peak_allocated()) is not None:
         return peak
+    # Linux; `ru_maxrss` would start at the memory of the process that started this one.
+    status = STATUS.read_text() if STATUS.exists() else ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        return 1024 * int(found[1])
     import resource  # absent on Windows, where decoding should work nevertheless
 
-    # Linux counts in KiB.
+    # macOS counts in bytes, others in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

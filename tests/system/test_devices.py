@@ -1,9 +1,12 @@
 """The choice of a device on a machine without an accelerator; ``tests/accelerator`` has one."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from drafthead.system.devices import device_of, on_device, rng_states, set_rng_states
+from drafthead.system.devices import device_of, on_device, peak_memory, rng_states, set_rng_states
 from support import call, call_fails, refuses
 
 if torch.accelerator.is_available():
@@ -30,3 +33,11 @@ def test_every_command_accepts_a_device(capsys: pytest.CaptureFixture[str]) -> N
     for command in ("eval", "train", "certify"):
         call(command, "device=cpu", *(["head=/nowhere"] if command == "eval" else []), "--cfg", "job")
     assert "device" not in capsys.readouterr().out.split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no peak without that of the starting process")
+def test_the_peak_of_memory_is_that_of_this_process_not_of_the_one_that_started_it() -> None:
+    large = torch.ones(2**29, dtype=torch.uint8)
+    assert peak_memory() > len(large)
+    code = "from drafthead.system.devices import peak_memory; print(peak_memory())"
+    assert int(subprocess.check_output([sys.executable, "-c", code])) < peak_memory() - len(large) // 2
