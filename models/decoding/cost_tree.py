@@ -133,10 +133,10 @@ class TreeCosts:
         return replace(self, costs={**self.costs, rows: costs}, speedup={**self.speedup, rows: speedup})
 
     def pays(self, rows: int) -> bool:
-        """Return False if drafts were not expected to pay in batches of ``rows``, or of the next smaller measured size.
-        Reading the prompts with the drafter is wasted time there."""
-        sizes = [n for n in self.speedup if n <= rows]
-        return not sizes or self.speedup[max(sizes)] >= 1
+        """Return False if drafts were not expected to pay in batches of ``rows``; of other sizes, in the next smaller
+        measured one, or else the smallest. Reading the prompts with the drafter is wasted time there."""
+        measured = max((n for n in self.speedup if n <= rows), default=min(self.speedup, default=0))
+        return self.speedup.get(measured, 1.0) >= 1
 
     @cached_property
     def _prices(self) -> dict[int, "StepPrices"]:

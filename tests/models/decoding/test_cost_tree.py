@@ -251,14 +251,15 @@ def test_the_drafter_does_not_read_a_batch_in_which_drafts_were_expected_not_to_
 ) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=3).build(base).eval()
-    prices = costs(CHEAP).with_rows(2, CostModel(verify=CHEAP, draft=0.0, overhead=0.0, context=8), 0.98)
-    by_cost = DraftConfig(tree=CostTree(costs=prices, depth=3))
+    flat = CostModel(verify=CHEAP, draft=0.0, overhead=0.0, context=8)
+    of_two, of_four = (DraftConfig(tree=CostTree(costs=costs(CHEAP).with_rows(n, flat, 0.98), depth=3)) for n in (2, 4))
     opened = []
     open_session = head.open
     monkeypatch.setattr(head, "open", lambda rows, *more: (opened.append(rows), open_session(rows, *more))[1])
     options = {"max_new_tokens": 6, "ignore_eos": True}
     plain = decode(base, None, PROMPTS[0], **options).tokens
-    for config, rows, read in ((by_cost, 3, []), (DraftConfig(tree=TokenTree.chain(0)), 1, []), (by_cost, 1, [1])):
+    root = DraftConfig(tree=TokenTree.chain(0))
+    for config, rows, read in ((of_two, 3, []), (of_four, 3, []), (root, 1, []), (of_two, 1, [1])):
         results = decode_batch(base, head, PROMPTS[:1] * rows, draft_config=config, **options)
         assert [result.tokens for result in results] == [plain] * rows and opened == read
 
