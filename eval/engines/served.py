@@ -47,7 +47,12 @@ READS = {  # formats that each engine loads; the first that supports the head is
 }
 PROPOSER = "proposer"  # drafthead's own code, instead of a format
 MTP = "mtp"  # the method of a head in the checkpoint of its base
-OWN_METHODS = ("ngram", "suffix")  # of vLLM, without a head
+# vLLM's own methods, without a head, and their settings. `suffix` has its usual length, but does not remember finished
+# answers: the same prompts come again in every round.
+OWN_METHODS: dict[str, dict[str, int]] = {
+    "ngram": {},
+    "suffix": {"num_speculative_tokens": 24, "suffix_decoding_max_cached_requests": 0},
+}
 PLAIN = "_plain"  # ends the name of an engine's method without the head
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs")  # no CUDA graphs; one request at a time, like our loop
 Log = Callable[[str], None]
@@ -273,8 +278,9 @@ class EngineStart:
         if variant == PLAIN:
             return 0
         spec = variant.partition(":")[2]
-        drafters = [] if not spec or spec in OWN_METHODS else parse_drafter(spec).walk()
-        return max([self.drafts, *(drafter.tokens for drafter in drafters)])
+        if spec in OWN_METHODS:
+            return OWN_METHODS[spec].get("num_speculative_tokens", self.drafts)
+        return max([self.drafts, *(drafter.tokens for drafter in (parse_drafter(spec).walk() if spec else ()))])
 
     def _vllm(self, port: int, variant: str) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
@@ -290,7 +296,8 @@ class EngineStart:
         variables = vllm_variables(str(folder), self._threads)
         spec = variant.partition(":")[2]
         if spec in OWN_METHODS:
-            arguments += ["--speculative-config", json.dumps({"method": spec, "num_speculative_tokens": self.drafts})]
+            own = {"method": spec, "num_speculative_tokens": self.drafts} | OWN_METHODS[spec]
+            arguments += ["--speculative-config", json.dumps(own)]
         elif variant != PLAIN and (spec or self.method == PROPOSER):
             more: dict[str, object] = {"drafter": spec} if spec else {}
             more |= {"fit_length": True} if self.fit_length else {}
