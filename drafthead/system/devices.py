@@ -115,8 +115,8 @@ def peak_memory() -> int:
         return peak
     # Linux; `ru_maxrss` would start at the memory of the process that started this one.
     status = STATUS.read_text() if STATUS.exists() else ""
-    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
-        return 1024 * int(found[1])
+    if kibibytes := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        return 1024 * int(kibibytes[1])
     import resource  # absent on Windows, where decoding should work nevertheless
 
     # macOS counts in bytes, others in KiB.

@@ -47,8 +47,8 @@ READS = {  # formats that each engine loads; the first that supports the head is
 }
 PROPOSER = "proposer"  # drafthead's own code, instead of a format
 MTP = "mtp"  # the method of a head in the checkpoint of its base
-# vLLM's own methods, without a head, and their settings. `suffix` has its usual length, but does not remember finished
-# answers: the same prompts come again in every round.
+# vLLM's own methods, without a head, and their settings. `suffix` has vLLM's default length. It must not remember
+# finished answers, because a server gets each prompt several times.
 OWN_METHODS: dict[str, dict[str, int]] = {
     "ngram": {},
     "suffix": {"num_speculative_tokens": 24, "suffix_decoding_max_cached_requests": 0},
@@ -296,8 +296,8 @@ class EngineStart:
         variables = vllm_variables(str(folder), self._threads)
         spec = variant.partition(":")[2]
         if spec in OWN_METHODS:
-            own = {"method": spec, "num_speculative_tokens": self.drafts} | OWN_METHODS[spec]
-            arguments += ["--speculative-config", json.dumps(own)]
+            speculative = {"method": spec, "num_speculative_tokens": self.drafts} | OWN_METHODS[spec]
+            arguments += ["--speculative-config", json.dumps(speculative)]
         elif variant != PLAIN and (spec or self.method == PROPOSER):
             more: dict[str, object] = {"drafter": spec} if spec else {}
             more |= {"fit_length": True} if self.fit_length else {}
