@@ -165,6 +165,8 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
             what = "engines=[...] needs greedy decoding, a lossless rule, drafter=head; remove other values"
             raise ValueError(f"{what}. engine.load.temperature samples, under load")
+        if self.sampler.coupled and (self.rule.name != "exact" or self.draft_sampling != "top_k"):
+            raise ValueError("sampler.coupled is for rule.name=exact and draft_sampling=top_k; leave other values out")
         one_prompt = self.engines or self.length != "constant" or any(spec.startswith("hf_") for spec in self.baselines)
         if self.batch_size > 1 and one_prompt:
             raise ValueError("engines, hf_ baselines and length=heuristic take one prompt at a time; drop batch_size")

@@ -99,6 +99,8 @@ class ReplayConfig(SuiteConfig):
     """PNG file for a figure of the mean accepted lengths."""
 
     def __post_init__(self) -> None:
+        if self.sampler.coupled:
+            raise ValueError("sampler.coupled is not simulated; measure it with drafthead eval")
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         if self.stored_states and (self.texts is None or self.drafters or self.save or not self._is_greedy):

@@ -13,7 +13,7 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
-from drafthead.models.decoding.random_source import sampling_point
+from drafthead.models.decoding.random_source import VERIFY, PerRowRng, sampling_point
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeResult, DecodeState
 
@@ -45,10 +45,16 @@ def draw_margin(
 ) -> float:
     """Return how far the random number at ``position`` is from choosing each of two answers' tokens. A token is chosen
     if the number falls into its interval of the cumulative distribution. The result is the larger of the number's
-    distances from the intervals of both tokens."""
+    distances from the intervals of both tokens. With ``sampler.coupled``, it is how far the logarithms of the tokens'
+    times of arrival are from the first."""
     before = ids + expected[:position]
     context = torch.tensor([before], device=base.device)
-    probs = sampler.probs(fresh_logits(base, before)[None], context)[0].cpu().double()
+    probs = sampler.probs(fresh_logits(base, before)[None], context)
+    if sampler.coupled:
+        draws = PerRowRng([seed], [position], VERIFY, base.device)
+        arrivals = (draws.exponentials(probs.shape[1], 1) / probs)[0].log()
+        return float(max(arrivals[expected[position]], arrivals[other[position]]) - arrivals.min())
+    probs = probs[0].cpu().double()
     ends = (probs / probs.sum()).cumsum(0)
     point = sampling_point(seed, position)
     return max(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.decoding.cost_tree import Forecast
-from drafthead.models.decoding.drafter import DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree
 
@@ -41,6 +41,12 @@ def draw_candidates(
         drawn.append(torch.where(exists, token, MISSING))
         remaining = remaining.scatter(-1, token[..., None], 0.0)
     return torch.stack(drawn, -1)
+
+
+def likelihood_logits(logits: Tensor, config: DraftConfig, d2t: Tensor, level: int) -> Tensor:
+    """Return the logits [B, F, W], float32, by which top-k candidates of a ``level`` (from 1) are chosen: the drafter's
+    ``logits`` [B, F, W], or those of a race with the output's random numbers."""
+    return logits.float() if config.coupling is None else config.coupling.logits(logits, d2t, level)
 
 
 def root_only(last_token: Tensor, forecast: Forecast | None = None) -> Proposal:

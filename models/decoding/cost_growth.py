@@ -30,8 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, root_only
+from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, likelihood_logits, root_only
 from drafthead.models.decoding.cost_tree import MOST, AcceptanceModel, CostTree, best_count
+from drafthead.models.decoding.coupling import Coupling
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -100,9 +101,10 @@ class DraftTree:
         return [0, *sorted(order[:drafts])]
 
 
-def other_drafts(last_token: Tensor, parts: Sequence[tuple[Proposal, AcceptanceModel]]) -> list[DraftTree]:
-    """Return each row's drafts of several proposals. The ``AcceptanceModel`` of a proposal scores its
-    ``likelihoods``."""
+def other_drafts(
+    last_token: Tensor, parts: Sequence[tuple[Proposal, AcceptanceModel]], coupling: Coupling | None = None
+) -> list[DraftTree]:
+    """Return each row's drafts of several proposals, whose ``likelihoods`` their ``AcceptanceModel`` scores."""
     trees = [DraftTree(token) for token in last_token.tolist()]
     for proposal, model in parts:
         if len(proposal.shape) == 1:
@@ -112,12 +114,13 @@ def other_drafts(last_token: Tensor, parts: Sequence[tuple[Proposal, AcceptanceM
             likelihoods = torch.full(proposal.tokens.shape, 0.5)
         parents, depths = (each.expand(len(trees), -1).tolist() for each in (shape.parents, shape.depths))
         rows = zip(trees, proposal.tokens.tolist(), parents, depths, likelihoods.tolist(), strict=True)
-        for tree, tokens, above, levels, chances in rows:
+        for row, (tree, tokens, above, levels, chances) in enumerate(rows):
             numbers = [0] * len(tokens)
             for n, (token, parent, level, chance) in enumerate(zip(tokens, above, levels, chances, strict=True)):
                 if parent >= 0:
-                    score = tree.scores[numbers[parent]] * float(model.probs(np.array([chance]), level)[0])
-                    numbers[n] = tree.merge(token, numbers[parent], score)
+                    prob = float(model.probs(np.array([chance]), level)[0])
+                    prob = prob if coupling is None else coupling.chance(prob, row, token, level)
+                    numbers[n] = tree.merge(token, numbers[parent], tree.scores[numbers[parent]] * prob)
     return trees
 
 
@@ -215,7 +218,8 @@ def grow_by_cost(
             if not frontier.size:
                 break
         levels += 1
-        logits = frontier.read(source, trees, d2t.device).float()
+        logits = frontier.read(source, trees, d2t.device)
+        logits = likelihood_logits(logits, config, d2t, levels)
         values, candidates = logits.topk(min(rule.tree.width, logits.shape[-1]), dim=-1)
         chances = (values - logits.logsumexp(-1, keepdim=True)).exp().cpu().numpy()
         probs, tokens = rule.model.probs(chances, levels).tolist(), d2t.take(candidates).tolist()

@@ -19,6 +19,7 @@ from drafthead.data.batch import BaseHidden, HiddenStates, HiddenStatesSpec
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.cost_tree import CostTree, Forecast, TreeCosts
+from drafthead.models.decoding.coupling import Coupling
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -122,6 +123,8 @@ class DraftConfig:
     whole tree."""
     speedup: float | None = None
     """Speedup so far, which decides the price of time in a tree by cost. None: the one that its costs expect."""
+    coupling: Coupling | None = None
+    """What is known of the step's draws; only with top-k candidates."""
 
     def __post_init__(self) -> None:
         for key in ("confidence_threshold", "prefix_threshold"):

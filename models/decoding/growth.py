@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, root_only
+from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, likelihood_logits, root_only
 from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price_drafts
 from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
@@ -158,7 +158,7 @@ def grow(
     ``d2t`` [W] int64 has the target id of each draft id, and ``vocabulary`` is the size V of the target's vocabulary.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
-        return grow_dynamic(source, last_token, tree, d2t)
+        return grow_dynamic(source, last_token, draft_config, tree, d2t)
     assert isinstance(tree, TokenTree)
     device, rows = last_token.device, len(last_token)
     sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
@@ -168,7 +168,8 @@ def grow(
     likelihoods = torch.ones(tokens.shape, device=device) if draft_config.likelihoods else None
     probs: list[Tensor] = []
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
-    for level in tree_levels(tree, device, sampled, min(len(d2t), len(tree))):  # cached: d2t may grow with the context
+    levels = tree_levels(tree, device, sampled, min(len(d2t), len(tree)))  # cached: d2t may grow with the context
+    for depth, level in enumerate(levels, start=1):
         logits = source.expand(*frontier)
         slots = level.slots
         if not stopping.has_parents(source):
@@ -180,6 +181,7 @@ def grow(
             probs.append(dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist))
         else:
             wanted = likelihoods is not None or draft_config.confidence_threshold > 0
+            logits = likelihood_logits(logits, draft_config, d2t, depth)
             candidates, likelihood = _likeliest(logits, level, wanted)
             if likelihoods is not None and likelihood is not None:
                 likelihoods.index_copy_(1, level.nodes, likelihood.expand(rows, -1))
@@ -216,7 +218,6 @@ def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
 
 def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
     """Return the draft ids [B, M] of a level's nodes, by rank, and on request their probabilities [B, M]."""
-    logits = logits.float()
     values, candidates = logits.topk(level.width, dim=-1)
     taken = level.taken_from(logits.shape[1])
     likelihood = None
@@ -306,7 +307,9 @@ class _Stopping:
         return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 
-def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(
+    source: LogitsSource, last_token: Tensor, config: DraftConfig, tree: DynamicTree, d2t: Tensor
+) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
     ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score is the logarithm of the
@@ -321,8 +324,8 @@ def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2
     frontier_node = torch.zeros_like(tokens[0])
     frontier = tokens[0], frontier_node
     count = 1
-    for _ in range(tree.depth):
-        logits = source.expand(*frontier).float()
+    for level in range(1, tree.depth + 1):
+        logits = likelihood_logits(source.expand(*frontier), config, d2t, level)
         read.append(frontier_node)
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)

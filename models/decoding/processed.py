@@ -18,10 +18,13 @@ from drafthead.models.base.generation_settings import CHANGE_TEXT, NEVER_APPLIED
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
-READ_LOGITS_ONLY = (  # not the tokens so far
+WARPED = (  # by the size of the logits alone
     *(logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper),
     *(logits_process.TopPLogitsWarper, logits_process.TopHLogitsWarper, logits_process.MinPLogitsWarper),
     *(logits_process.TypicalLogitsWarper, logits_process.EpsilonLogitsWarper, logits_process.EtaLogitsWarper),
+)
+READ_LOGITS_ONLY = (  # not the tokens so far
+    *WARPED,
     *(logits_process.InfNanRemoveLogitsProcessor, logits_process.LogitNormalization),
     logits_process.SuppressTokensLogitsProcessor,
 )
@@ -38,15 +41,18 @@ class ProcessedSampler:
     """
 
     plain_greedy = False
+    coupled = False
+    temperature = 1.0
     description = ""  # the settings of ``generate`` that the processors apply
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
         """``prompts`` [B, T] have ``padding`` padding tokens on the left of each. ``pad`` is the token id for padding
         on the right. Without ``sample``, the argmax is taken."""
-        self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
+        self._prompts, self._padding, self._pad, self.greedy = prompts, padding, pad, not sample
         for processor in processors:
             if isinstance(processor, logits_process.TemperatureLogitsWarper):
                 check_temperature(processor.temperature)
+                self.temperature = float(processor.temperature)
         self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
         self._processors = [
             # Sorting a large vocabulary on a CPU costs more than the base's pass.
@@ -62,9 +68,14 @@ class ProcessedSampler:
             scores = (
                 self._processed(None, scores, asked) if contexts is None else self._by_length(scores, contexts, asked)
             )
-            if self._sample:
-                return scores.softmax(-1)
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+            if self.greedy:
+                return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+            return scores.softmax(-1)
+
+    def warp(self, scores: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            warpers = [processor for processor in self._processors if isinstance(processor, WARPED)]
+            return self._processed(None, scores.clone(), warpers)
 
     def only_token(self, contexts: Contexts, vocab_size: int) -> Tensor:
         """Return the token [n] that the processors leave as the only one after each context, before the base's logits
@@ -139,7 +150,7 @@ def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: O
         return Sampler()
     sampler = ProcessedSampler(processors, prompts, [0], 0, config.do_sample)
     keys = (*(WARPERS.values() if config.do_sample else ()), *CHANGE_TEXT)
-    sampler.description = ", ".join(changed_settings(config, keys))
+    sampler.coupled, sampler.description = given.coupled, ", ".join(changed_settings(config, keys))
     return sampler
 
 

@@ -6,12 +6,14 @@ random numbers (``PerRowRng``) and with enumeration of all outcomes (``eval/loss
 Shape legend: B rows, V vocabulary, C samples per row.
 """
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafthead.models.decoding.coupling import exponentials
 from drafthead.system.devices import wide_dtype
 
 DRAFT, VERIFY = 0, 1  # separate streams of random numbers, so that drafting does not change the numbers of verification
@@ -27,7 +29,7 @@ class RandomSource(Protocol):
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Return a sample of each unnormalised distribution: ``probs`` [B, C, V] -> [B, C] int64. A distribution of
         zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts this many tokens
-        later."""
+        later: the answer's own tokens."""
         ...
 
 
@@ -35,9 +37,12 @@ class PerRowRng:
     """The random numbers of one decode step, from separate generators for each row. They depend only on the row's seed,
     its position and the stream, so the same seed gives the same answer in any batch."""
 
-    def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
-        """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``."""
-        self._seeds, self._device, self._dtype = seeds, device, wide_dtype(device)
+    def __init__(
+        self, seeds: list[int], positions: list[int], stream: int, device: torch.device, coupled: bool = False
+    ) -> None:
+        """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``. ``coupled``:
+        the answer's own tokens are drawn by races (``coupling.py``)."""
+        self._seeds, self._device, self._dtype, self._coupled = seeds, device, wide_dtype(device), coupled
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
         self._generators: dict[tuple[bool, int], list[np.random.Generator]] = {}
@@ -64,10 +69,18 @@ class PerRowRng:
         self._calls += 1
         return active & (u * q < p)
 
+    def exponentials(self, vocabulary: int, level: int) -> Tensor:
+        """Return the numbers [B, V] of the races for each row's next token (``level`` 1), or a later one."""
+        rows = zip(self._seeds, self._counters, strict=True)
+        keys = tuple(race_key(seed, counter + 4 * (level - 1) + 1) for seed, counter in rows)
+        return exponentials(keys, vocabulary, self._device)
+
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Sample each distribution [B, C, V] by inverting its cumulative sum in float64 (MPS: float32). A token of
-        probability 0 is never drawn, unless all have probability 0."""
+        """Sample each distribution [B, C, V] by inverting its cumulative sum in float64 (MPS: float32), or by a race. A
+        token of probability 0 is never drawn, unless all have probability 0."""
         _, count, vocabulary = probs.shape
+        if self._coupled and offset is not None:
+            return (probs / self.exponentials(vocabulary, offset + 1)[:, None]).argmax(-1)
         points = self.uniform(True, count, offset or 0)
         cumulative = probs.to(self._dtype).cumsum(-1)
         # u is at most 1 - 2**-53, so the product is below the total, and the token has a positive probability.
@@ -80,6 +93,11 @@ def sampling_point(seed: int, position: int) -> float:
     """Return the random number in [0, 1) that draws the token at ``position`` (from 0) of an answer, without drafts, or
     with top-k drafts and the exact rule (``acceptance.naive_sampling``)."""
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
+
+
+@lru_cache(maxsize=1024)
+def race_key(seed: int, use: int) -> int:
+    return int(_generator(seed, use).integers(-(1 << 63), (1 << 63) - 1))
 
 
 def _generator(seed: int, use: int) -> np.random.Generator:

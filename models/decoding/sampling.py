@@ -28,12 +28,26 @@ class TargetSampler(Protocol):
     """The output's distribution: a ``Sampler``, or logits processors of transformers (``processed.py``)."""
 
     @property
+    def temperature(self) -> float: ...
+
+    @property
+    def greedy(self) -> bool:
+        """True if nothing is drawn."""
+
+    @property
     def plain_greedy(self) -> bool:
         """True if every token is the argmax of the logits."""
 
     @property
     def reads_context(self) -> bool:
         """True if the distribution depends on the tokens so far, not only on the logits."""
+
+    @property
+    def coupled(self) -> bool:
+        """True if tokens are drawn by races, whose random numbers drafters may know (``coupling.py``)."""
+
+    def warp(self, scores: Tensor) -> Tensor:
+        """Return scores [N, W] after temperature, top-p and so on, but without what depends on tokens."""
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
         """Return the distributions [B, V] of the tokens after ``contexts``, computed from ``logits`` [B, V]."""
@@ -59,6 +73,9 @@ class Sampler:
     """For tokens that already occur, divide positive logits by this number and multiply negative logits by it. 1
     changes nothing. With null, ``drafthead eval`` takes the value of the base's ``generation_config.json``, and other
     commands take 1."""
+    coupled: bool = False
+    """Let drafts know the random numbers by which the output is drawn, so that more of them are accepted. The
+    distribution stays the same, but the text of a seed is another one. For the exact rule with ``top_k`` drafts."""
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +93,11 @@ class Sampler:
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
         return self.probs(logits, None if contexts is None else contexts.tokens)
 
+    def warp(self, scores: Tensor) -> Tensor:
+        for warper in _warpers(self):
+            scores = warper(None, scores)
+        return scores
+
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the distributions [B, V] of the next tokens; at temperature 0 one-hot at the first argmax. ``context``
         [B, T] int64 are the tokens so far, for the repetition penalty."""
@@ -86,9 +108,7 @@ class Sampler:
             scores = logits_process.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        for warper in _warpers(self):
-            scores = warper(context, scores)
-        return scores.softmax(-1)
+        return self.warp(scores).softmax(-1)
 
 
 WARPERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "typical_p")} | {"eta": "eta_cutoff"}
@@ -115,10 +135,13 @@ class OutputSampler:
     repetition_penalty: PositiveFloat | None = None
     """For tokens that already occur, divide positive logits by this number and multiply negative logits by it. With
     null, the base's value."""
+    coupled: bool = False
+    """Let drafts know the random numbers by which the output is drawn, so that more of them are accepted. The
+    distribution stays the same, but the text of a seed is another one."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the set values as arguments of ``generate``; at temperature 0, only ``do_sample`` and the penalty."""
-        given = {WARPERS.get(key, key): value for key, value in vars(self).items() if value is not None}
+        given = {WARPERS.get(k, k): value for k, value in vars(self).items() if value is not None and k != "coupled"}
         if self.temperature == 0:
             return {"do_sample": False} | {key: value for key, value in given.items() if key == "repetition_penalty"}
         return given | ({} if self.temperature is None else {"do_sample": True})

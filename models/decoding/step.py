@@ -21,6 +21,7 @@ Shape legend: B rows, T tokens, N tree nodes, V vocabulary, D width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import commonprefix
 from time import perf_counter
 from typing import Any
@@ -35,6 +36,7 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
 from drafthead.models.decoding.candidates import root_only
 from drafthead.models.decoding.cost_tree import CostTree, Pace
+from drafthead.models.decoding.coupling import Coupling
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Contexts, TargetSampler
@@ -67,6 +69,11 @@ class DecodeConfig:
         """True if the answer equals that of decoding without drafts with the same seed, at any temperature. (With
         sampled drafts, the exact rule gives equal answers only at temperature 0.)"""
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
+
+    @property
+    def coupled(self) -> bool:
+        """True if drafts know the random numbers of the output."""
+        return self.sampler.coupled and not self.sampler.greedy and self.same_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +225,7 @@ class DecodeState:
             else:
                 assert rng is not None
                 probs = self.config.sampler.probs_after(logits, self._contexts(rows))
-                first = rng.categorical(probs[:, None])[:, 0]
+                first = rng.categorical(probs[:, None], offset=0)[:, 0]
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
         self._extend_contexts(first[:, None], torch.ones_like(counts), rows)
         return [states.final[0] for states in hidden_states]
@@ -286,6 +293,10 @@ class DecodeState:
             return root_only(self.last_token)
         if isinstance(config.tree, CostTree):
             config = replace(config, speedup=self._pace.speedup)
+        if self.config.coupled:
+            draws = PerRowRng(seeds, positions, VERIFY, self.base.device)
+            known, sampler = partial(draws.exponentials, self.base.vocab_size), self.config.sampler
+            config = replace(config, coupling=Coupling(known, sampler.warp, sampler.temperature))
         is_sampled = config.draft_sampling is not DraftSampling.TOP_K
         rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if is_sampled else None
         return self.session.draft(self.last_token, config, rng)
@@ -297,7 +308,7 @@ class DecodeState:
         if choices is not None:
             return greedy(proposal, choices)
         target = target_probs(logits, self.config.sampler, self._contexts(list(range(len(seeds)))), proposal)
-        rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
+        rng = PerRowRng(seeds, positions, VERIFY, self.base.device, coupled=self.config.coupled)
         return self.config.rule.verify(proposal, target, rng, return_probs=self.config.return_probs)
 
     def _commit(self, nodes: Tensor, path: Tensor, hidden: HiddenStates, counts: list[int]) -> None:
@@ -393,10 +404,11 @@ def _path(proposal: Proposal, acceptance: Acceptance) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(scores: Tensor) -> Tensor:  # [B, V] logits -> [B] nats
-    probabilities = scores.softmax(-1)
-    # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
-    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
+    # Not by softmax, which a CPU computes with one thread per row.
+    below = scores - scores.max(-1, keepdim=True).values
+    weights = below.exp()
+    total = weights.sum(-1)
+    entropy: Tensor = total.log() - torch.linalg.vecdot(weights, below) / total
     return entropy
 
 

@@ -185,7 +185,7 @@ class CombinedSession(CompositeSession):
             likeliest = DraftConfig(tree=tree.truncate(min(config.depth, part.depth)), likelihoods=True)
             model = AcceptanceModel() if isinstance(part, StepwiseDrafter) else config.tree.costs.lookup
             scored.append((other.draft(last_token, likeliest), model))
-        others, self._own_numbers = other_drafts(last_token, scored), []
+        others, self._own_numbers = other_drafts(last_token, scored, config.coupling), []
         if not isinstance(session, StepwiseSession):
             return price_drafts(last_token, config, others)
         config_of_head = config.truncate(drafter.drafters[0].depth)

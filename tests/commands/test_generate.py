@@ -41,6 +41,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         ["sampler.temperature=0.5", "sampler.typical_p=1e-6"],
         {"do_sample": True, "temperature": 0.5, **ODD},
     ),
+    "sampled, drafts know the draws": (
+        {},
+        ["sampler.temperature=0.5", "sampler.typical_p=1e-6", "sampler.coupled=true"],
+        {"do_sample": True, "temperature": 0.5, **ODD},
+    ),
 }
 
 

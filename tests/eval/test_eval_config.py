@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from drafthead.commands.replay import ReplayConfig
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.timing.methods import check_methods
+from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
@@ -48,6 +51,14 @@ def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
 def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: str) -> None:
     refuses("cannot be read .*give one of head, chain", EvalConfig, tree=tree)
+
+
+def test_what_cannot_be_coupled_is_refused_before_anything_is_loaded() -> None:
+    coupled = Sampler(temperature=1.0, coupled=True)
+    assert EvalConfig(sampler=coupled).sampler.coupled
+    refuses("draft_sampling=top_k", EvalConfig, sampler=coupled, draft_sampling="with_replacement")
+    refuses("rule.name=exact", EvalConfig, sampler=coupled, rule=AcceptanceRule(name="lenient"))
+    refuses("measure it with drafthead eval", ReplayConfig, head="prompt_lookup:3", sampler=coupled)
 
 
 def test_peers(tiny_base: TinyBase) -> None:

@@ -16,6 +16,7 @@ width, r rank, W draft vocabulary, V target vocabulary.
 """
 
 from copy import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,12 +163,18 @@ class InductionContext(SessionPart):
             self._keys, self._values, self._tokens = keys, values, ids
         codes, (one, two) = head.codes(tokens), head.sharpness / rank
         # Tokens beyond a row's count are written behind its new length, and the next tokens overwrite them.
-        row = torch.arange(rows, device=tokens.device)[:, None]
-        at = on_device(self._lengths, tokens.device)[:, None] + torch.arange(new, device=tokens.device)
-        self._keys[row, at + 1, :rank] = codes[..., LAST, :] * one
-        self._keys[row, at + 2, rank:-1] = codes[..., BEFORE, :] * two
-        self._values[row, at] = codes[..., COPIED, :]
-        self._tokens[row, at] = tokens
+        at: list[tuple[Any, Any]]
+        if rows == 1:  # writing to a slice is faster than by an index
+            start = self._lengths[0]
+            at = [(0, slice(start + n, start + n + new)) for n in range(3)]
+        else:
+            row = torch.arange(rows, device=tokens.device)[:, None]
+            first = on_device(self._lengths, tokens.device)[:, None] + torch.arange(new, device=tokens.device)
+            at = [(row, first + n) for n in range(3)]
+        self._keys[(*at[1], slice(rank))] = codes[..., LAST, :] * one
+        self._keys[(*at[2], slice(rank, -1))] = codes[..., BEFORE, :] * two
+        self._values[at[0]] = codes[..., COPIED, :]
+        self._tokens[at[0]] = tokens
         self._values[:, 0] = 0.0
         self._before = last_valid(codes[..., None, BEFORE, :], counts, self._before)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, draw_margin, fresh_logits
+from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.random_source import sampling_point
 from drafthead.models.decoding.sampling import Sampler
 from support import cases, small_base
@@ -62,3 +63,10 @@ def test_two_sampled_tokens_tie_where_the_drawn_number_lies_between_them() -> No
     assert draw_margin(base, sampler, seed, ids, [drawn], [drawn], 0) == 0
     apart = [draw_margin(base, sampler, seed, ids, [drawn], [drawn + step], 0) for step in (1, 2, 3)]
     assert apart == sorted(apart) and apart[0] == pytest.approx(float(ends[drawn]) - sampling_point(seed, 0), abs=1e-6)
+
+
+def test_two_coupled_tokens_tie_where_they_arrive_together() -> None:
+    base, sampler, ids, seed = small_base(), Sampler(temperature=1.0, coupled=True), [5, 6, 7], 3
+    (drawn,) = decode(base, None, ids, seed=seed, max_new_tokens=1, sampler=sampler).tokens
+    apart = [draw_margin(base, sampler, seed, ids, [drawn], [token], 0) for token in range(base.vocab_size)]
+    assert apart[drawn] == 0 < min(margin for token, margin in enumerate(apart) if token != drawn)

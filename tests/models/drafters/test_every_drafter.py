@@ -127,6 +127,23 @@ def test_greedy_text(tiny_base: TinyBase, small_caches: None, architecture: str,
         assert all([step.accepted for step in result.steps] == [5] * 4 for result in batch)
 
 
+COUPLED = Sampler(temperature=1.2, top_k=50, coupled=True)
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_coupled_draws_keep_the_text_of_a_seed(tiny_base: TinyBase, name: str) -> None:
+    """A drafter with the target's own probabilities drafts what the target will draw, whatever the temperature."""
+    base = tiny_base()
+    drafter, options = DRAFTERS[name](base), {"max_new_tokens": 19, "sampler": COUPLED, "ignore_eos": True}
+    plain = [result.tokens for result in decode_batch(base, None, PROMPTS, **options)]
+    options["draft_config"] = CONFIGS.get(name)
+    single = [decode(base, drafter, ids, seed=seed, **options) for seed, ids in enumerate(PROMPTS)]
+    batch = decode_batch(base, drafter, PROMPTS, **options)
+    assert [result.tokens for result in single] == [result.tokens for result in batch] == plain
+    if name == "the target itself":
+        assert all([step.accepted for step in result.steps] == [5, 5, 5] for result in single)
+
+
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not any(word in name for word in DEPEND_ON_OTHER_ROWS)])
 def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str) -> None:
     base = tiny_base()
