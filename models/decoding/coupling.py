@@ -23,13 +23,16 @@ from torch import Tensor
 STRIDE, FIRST, SECOND = (
     int(np.uint64(n).astype(np.int64)) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-CACHED = 64  # calls whose numbers are kept: those of a draft are used again when it is verified
 
 
-@lru_cache(maxsize=CACHED)
 def exponentials(keys: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
     """Return numbers of the standard exponential distribution, float32 [B, V], one row for each of the int64 ``keys``.
-    They are equal on all devices up to rounding. Do not write to the result."""
+    They are equal on all devices up to rounding. Do not write to the result: it is kept for a while, because those of a
+    draft are used again when it is verified, and in one row also in the next steps."""
+    return (_of_row if len(keys) == 1 else _of_batch)(keys, vocabulary, device)
+
+
+def _exponentials(keys: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
     state = _counters(vocabulary, device) + torch.tensor(keys, device=device)[:, None]
     shifted = torch.empty_like(state)
     # Without SplitMix64's last shift, which mixes the lower bits: they do not reach a float32. Its other shifts fill
@@ -38,6 +41,9 @@ def exponentials(keys: tuple[int, ...], vocabulary: int, device: torch.device) -
         state.bitwise_xor_(torch.bitwise_right_shift(state, shift, out=shifted)).mul_(factor)
     # A small number, which decides for an unlikely token, has as many digits as a large one.
     return state.bitwise_and_((1 << 63) - 1).float().mul_(-(2.0**-63)).log1p_().neg_()
+
+
+_of_row, _of_batch = lru_cache(maxsize=32)(_exponentials), lru_cache(maxsize=8)(_exponentials)
 
 
 @lru_cache(maxsize=4)

@@ -53,6 +53,7 @@ def custom_generate(
     revision: str | None = None,
     draft_config: DraftConfig | None = None,
     drafter: str = "head",
+    coupled: bool = False,
 ) -> Callable[..., Any]:
     """Return a function for ``model.generate(..., custom_generate=...)`` that drafts with ``head``.
 
@@ -62,6 +63,8 @@ def custom_generate(
         draft_config: the tree to draft with ``head``; by default its calibrated tree.
         drafter: the drafter around the head, as in ``drafthead eval``. ``head+forced`` also drafts the tokens that
             ``prefix_allowed_tokens_fn`` or another logits processor forces.
+        coupled: with ``do_sample``, let drafts know the random numbers by which the output is drawn, so that more of
+            them are accepted. The distribution stays the same, but the text of a seed is another one.
     """
     expression = parse_drafter(drafter)
     if head is None and any(part.kind == "head" and not part.name for part in expression.walk()):
@@ -92,7 +95,7 @@ def custom_generate(
         with attached(model, source) as (base, loaded):
             # A batch has a tree of its own.
             own = None if loaded is None else default_draft_config(loaded, len(input_ids))
-            replay.run(base, *build_drafter(expression, base, loaded, draft_config or own))
+            replay.run(base, *build_drafter(expression, base, loaded, draft_config or own), coupled)
         return replay.output()
 
     return generate
@@ -193,12 +196,13 @@ class Replay:
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
 
-    def run(self, base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> None:
+    def run(self, base: BaseModel, drafter: Drafter, draft_config: DraftConfig, coupled: bool) -> None:
         sampler: TargetSampler = Sampler()
         only_token = _nothing_forced
         if self.config.do_sample or self.processors:
             sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
             sampler = ProcessedSampler(self.processors, prompts, self.padding, self.pad or 0, sampled)
+            sampler.coupled = coupled
             only_token = partial(sampler.only_token, vocab_size=base.vocab_size)
         bind(drafter, Constraint(only_token, self.eos_ids))
         loop = prepare(

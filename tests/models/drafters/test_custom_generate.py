@@ -323,12 +323,13 @@ SAMPLED_CASES: dict[str, dict[str, Any]] = {
 
 
 @cases(
-    "name, draft_sampling",
-    *((name, DraftSampling.WITHOUT_REPLACEMENT) for name in SAMPLED_CASES),
-    ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K),
+    "name, draft_sampling, coupled",
+    *((name, DraftSampling.WITHOUT_REPLACEMENT, False) for name in SAMPLED_CASES),
+    ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K, False),
+    ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K, True),
 )
 def test_sampled_answers_are_stock_distributed(
-    model: Any, head: Path, name: str, draft_sampling: DraftSampling
+    model: Any, head: Path, name: str, draft_sampling: DraftSampling, coupled: bool
 ) -> None:
     """Exact probabilities of all continuations of three tokens, from stock scores, against counts."""
     rows, new = 600, 3
@@ -344,7 +345,8 @@ def test_sampled_answers_are_stock_distributed(
             for token, p in enumerate(row)
             if p > 0
         }
-    decode = drafthead.custom_generate(head, draft_config=DraftConfig(tree=TREE, draft_sampling=draft_sampling))
+    draft_config = DraftConfig(tree=TREE, draft_sampling=draft_sampling)
+    decode = drafthead.custom_generate(head, draft_config=draft_config, coupled=coupled)
     torch.manual_seed(0)
     sampled = model.generate(IDS[:1], **settings, max_new_tokens=new, num_return_sequences=rows, custom_generate=decode)
     counts = Counter(tuple(row) for row in sampled[:, 6:].tolist())
@@ -363,6 +365,12 @@ def test_a_seed_gives_the_same_answer(model: Any, head: Path) -> None:
     state = torch.get_rng_state()
     with_head(model, head, IDS, **GREEDY)
     assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws nothing"
+    coupled = []
+    for drafter in ("head", "prompt_lookup:3", "head+prompt_lookup:3"):
+        torch.manual_seed(1)
+        decode = drafthead.custom_generate(head, drafter=drafter, coupled=True)
+        coupled.append(model.generate(IDS, **settings, custom_generate=decode).tolist())
+    assert coupled[0] == coupled[1] == coupled[2] != first
 
 
 TESTED_ELSEWHERE = {
