@@ -338,7 +338,11 @@ def assert_distributed(
 
 
 def assert_same_in_any_batch(
-    base: BaseModel, drafter: Drafter, prompts: list[list[int]], sizes: Sequence[int | None] = (None, 2), **options: Any
+    base: BaseModel,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    sizes: Sequence[int | None] = (None, 2),
+    **options: Any,
 ) -> None:
     """Check that a row's seed decides its answer, whatever the other rows of the batch, and which row it is."""
     seeds = [11, 2**40, -3, 7, *range(20, 20 + len(prompts))][: len(prompts)]

@@ -45,14 +45,14 @@ def draw_margin(
 ) -> float:
     """Return how far the random number at ``position`` is from choosing each of two answers' tokens. A token is chosen
     if the number falls into its interval of the cumulative distribution. The result is the larger of the number's
-    distances from the intervals of both tokens. With ``sampler.coupled``, it is how far the logarithms of the tokens'
-    times of arrival are from the first."""
+    distances from the intervals of both tokens. With ``sampler.coupled``, it is the difference between logits that
+    would make both tokens arrive first at once."""
     before = ids + expected[:position]
     context = torch.tensor([before], device=base.device)
     probs = sampler.probs(fresh_logits(base, before)[None], context)
     if sampler.coupled:
         draws = PerRowRng([seed], [position], VERIFY, base.device)
-        arrivals = (draws.exponentials(probs.shape[1], 1) / probs)[0].log()
+        arrivals = (draws.exponentials(probs.shape[1], 1) / probs)[0].log() * sampler.temperature
         return float(max(arrivals[expected[position]], arrivals[other[position]]) - arrivals.min())
     probs = probs[0].cpu().double()
     ends = (probs / probs.sum()).cumsum(0)

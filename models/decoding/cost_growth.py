@@ -32,7 +32,7 @@ from torch import Tensor
 
 from drafthead.models.decoding.candidates import MISSING, LogitsSource, draw_candidates, likelihood_logits, root_only
 from drafthead.models.decoding.cost_tree import MOST, AcceptanceModel, CostTree, best_count
-from drafthead.models.decoding.coupling import Coupling
+from drafthead.models.decoding.coupling import Coupling, chance_of
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -102,24 +102,27 @@ class DraftTree:
 
 
 def other_drafts(
-    last_token: Tensor, parts: Sequence[tuple[Proposal, AcceptanceModel]], coupling: Coupling | None = None
+    last_token: Tensor, parts: Sequence[tuple[Proposal, AcceptanceModel, Coupling | None]]
 ) -> list[DraftTree]:
-    """Return each row's drafts of several proposals, whose ``likelihoods`` their ``AcceptanceModel`` scores."""
+    """Return each row's drafts of several proposals, whose ``likelihoods`` their ``AcceptanceModel`` scores. With a
+    ``Coupling``, the likelihoods are those without the random numbers."""
     trees = [DraftTree(token) for token in last_token.tolist()]
-    for proposal, model in parts:
+    for proposal, model, coupling in parts:
         if len(proposal.shape) == 1:
             continue
         shape, likelihoods = proposal.shape, proposal.likelihoods
         if likelihoods is None:
             likelihoods = torch.full(proposal.tokens.shape, 0.5)
-        parents, depths = (each.expand(len(trees), -1).tolist() for each in (shape.parents, shape.depths))
-        rows = zip(trees, proposal.tokens.tolist(), parents, depths, likelihoods.tolist(), strict=True)
-        for row, (tree, tokens, above, levels, chances) in enumerate(rows):
+        depths = shape.depths.expand(len(trees), -1)
+        known = [None] * len(trees) if coupling is None else coupling.at(proposal.tokens, depths, shape.depth).tolist()
+        columns = proposal.tokens, shape.parents.expand(len(trees), -1), depths, likelihoods
+        rows = zip(trees, known, *(column.tolist() for column in columns), strict=True)
+        for tree, numbers_of, tokens, above, levels, chances in rows:
             numbers = [0] * len(tokens)
             for n, (token, parent, level, chance) in enumerate(zip(tokens, above, levels, chances, strict=True)):
                 if parent >= 0:
                     prob = float(model.probs(np.array([chance]), level)[0])
-                    prob = prob if coupling is None else coupling.chance(prob, row, token, level)
+                    prob = prob if numbers_of is None else chance_of(prob, numbers_of[n])
                     numbers[n] = tree.merge(token, numbers[parent], tree.scores[numbers[parent]] * prob)
     return trees
 

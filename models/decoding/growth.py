@@ -329,8 +329,8 @@ def grow_dynamic(
         read.append(frontier_node)
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
-        # A child of probability 1 must still score below its parent, or a kept node could miss its parent.
-        values = (values - logits.logsumexp(-1, keepdim=True)).to(frontier_score.dtype).clamp(max=-1e-9)
+        # A child of probability 1 or 0 must still score below its parent, or a kept node could miss its parent.
+        values = (values - logits.logsumexp(-1, keepdim=True)).to(frontier_score.dtype).clamp(-1e4, -1e-9)
         values = values + frontier_score[..., None]
         scores.append(values.flatten(1))
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))

@@ -122,8 +122,7 @@ class DecodeLoop:
             self._step(state, rows)
 
     def _prefill(self, state: DecodeState, rows: list[DecodingSequence], slots: list[int], started: float) -> None:
-        seeds, coupled = [row.seed for row in rows], self.config.coupled
-        rng = PerRowRng(seeds, [0] * len(rows), VERIFY, self.base.device, coupled)
+        rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device, state.races)
         with self.base.lock:
             hidden = state.read_prompts([row.prompt for row in rows], rng, rows=slots)
         first = state.last_token[slots].tolist()
@@ -275,9 +274,11 @@ def prepare(
         # The price of time is that of the whole batch, so a row's drafts would depend on its neighbours.
         what = f"a tree by cost with sampled drafts needs one prompt at a time, got {rows}"
         raise UserError(f"{what}; set batch_size=1 or draft_sampling=top_k")
-    if sampler.coupled and (rule.name != "exact" or draft_config.draft_sampling is not DraftSampling.TOP_K):
-        what = f"got rule.name={rule.name} draft_sampling={draft_config.draft_sampling.value}"
-        raise UserError(f"sampler.coupled needs the exact rule and top_k drafts, {what}; leave one of them out")
+    if sampler.coupled and not sampler.greedy:
+        wanted = {"rule.name": (rule.name, "exact"), "draft_sampling": (draft_config.draft_sampling.value, "top_k")}
+        if other := [f"{key}={given}" for key, (given, only) in wanted.items() if given != only]:
+            what = "coupled sampling needs the exact rule and top_k drafts"
+            raise UserError(f"{what}, got {' '.join(other)}; leave it out")
     check_drafter(base, drafter, draft_config, rule)
     if not drafts(draft_config, rows):
         drafter, draft_config = None, ROOT_ONLY

@@ -18,7 +18,7 @@ from drafthead.models.base.generation_settings import CHANGE_TEXT, NEVER_APPLIED
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 from drafthead.settings.schema import check_temperature
 
-WARPED = (  # by the size of the logits alone
+WARPED = (  # processors that see only the values of the logits
     *(logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper),
     *(logits_process.TopPLogitsWarper, logits_process.TopHLogitsWarper, logits_process.MinPLogitsWarper),
     *(logits_process.TypicalLogitsWarper, logits_process.EpsilonLogitsWarper, logits_process.EtaLogitsWarper),
@@ -74,7 +74,7 @@ class ProcessedSampler:
 
     def warp(self, scores: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            warpers = [processor for processor in self._processors if isinstance(processor, WARPED)]
+            warpers = [processor for processor in self._processors if type(processor) in (*WARPED, FastTopP)]
             return self._processed(None, scores.clone(), warpers)
 
     def only_token(self, contexts: Contexts, vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.coupling import exponentials
+from drafthead.models.decoding.coupling import Races
 from drafthead.system.devices import wide_dtype
 
 DRAFT, VERIFY = 0, 1  # separate streams of random numbers, so that drafting does not change the numbers of verification
@@ -28,8 +28,8 @@ class RandomSource(Protocol):
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Return a sample of each unnormalised distribution: ``probs`` [B, C, V] -> [B, C] int64. A distribution of
-        zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts this many tokens
-        later: the answer's own tokens."""
+        zeros gives an arbitrary token. With ``offset`` (0 or more), they are the answer's own tokens, those of a step
+        that starts this many tokens later; these may be drawn by races."""
         ...
 
 
@@ -38,11 +38,11 @@ class PerRowRng:
     its position and the stream, so the same seed gives the same answer in any batch."""
 
     def __init__(
-        self, seeds: list[int], positions: list[int], stream: int, device: torch.device, coupled: bool = False
+        self, seeds: list[int], positions: list[int], stream: int, device: torch.device, races: Races | None = None
     ) -> None:
-        """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``. ``coupled``:
-        the answer's own tokens are drawn by races (``coupling.py``)."""
-        self._seeds, self._device, self._dtype, self._coupled = seeds, device, wide_dtype(device), coupled
+        """``positions``: tokens in each row's answer before the step. ``stream``: ``DRAFT`` or ``VERIFY``. With
+        ``races``, which keep the numbers, the answer's own tokens are drawn by them."""
+        self._seeds, self._device, self._dtype, self._races = seeds, device, wide_dtype(device), races
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
         self._generators: dict[tuple[bool, int], list[np.random.Generator]] = {}
@@ -71,15 +71,16 @@ class PerRowRng:
 
     def exponentials(self, vocabulary: int, level: int) -> Tensor:
         """Return the numbers [B, V] of the races for each row's next token (``level`` 1), or a later one."""
+        races = Races() if self._races is None else self._races
         rows = zip(self._seeds, self._counters, strict=True)
         keys = tuple(race_key(seed, counter + 4 * (level - 1) + 1) for seed, counter in rows)
-        return exponentials(keys, vocabulary, self._device)
+        return races.numbers(keys, vocabulary, self._device)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Sample each distribution [B, C, V] by inverting its cumulative sum in float64 (MPS: float32), or by a race. A
         token of probability 0 is never drawn, unless all have probability 0."""
         _, count, vocabulary = probs.shape
-        if self._coupled and offset is not None:
+        if self._races is not None and offset is not None:
             return (probs / self.exponentials(vocabulary, offset + 1)[:, None]).argmax(-1)
         points = self.uniform(True, count, offset or 0)
         cumulative = probs.to(self._dtype).cumsum(-1)

@@ -3,7 +3,7 @@
 Shape legend: B rows, T tokens, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -75,7 +75,14 @@ class Sampler:
     commands take 1."""
     coupled: bool = False
     """Let drafts know the random numbers by which the output is drawn, so that more of them are accepted. The
-    distribution stays the same, but the text of a seed is another one. For the exact rule with ``top_k`` drafts."""
+    distribution stays the same, but the text of a seed is another one. For the exact rule with ``top_k`` drafts;
+    temperature 0 has no random numbers."""
+
+    def __repr__(self) -> str:  # stored results are found by it, those of versions without ``coupled`` too
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.coupled:
+            del shown["coupled"]
+        return f"Sampler({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
     @property
     def greedy(self) -> bool:

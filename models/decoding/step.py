@@ -36,7 +36,7 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
 from drafthead.models.decoding.candidates import root_only
 from drafthead.models.decoding.cost_tree import CostTree, Pace
-from drafthead.models.decoding.coupling import Coupling
+from drafthead.models.decoding.coupling import Coupling, Races
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Contexts, TargetSampler
@@ -44,6 +44,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import on_device, wide_dtype
 
 ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
+KEPT = 32  # levels whose random numbers a single row keeps for the next step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,7 @@ class DecodeState:
         self._rows = list(range(len(last_token)))
         self._prefix: tuple[list[int], TreeCache, Tensor] | None = None
         self._pace = self._new_pace()
+        self.races = Races() if config.coupled else None
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
 
@@ -254,6 +256,8 @@ class DecodeState:
         decide the random numbers. ``depth`` and ``most_tokens`` limit the levels to draft, and the tokens to commit in
         each row; None: no limit."""
         started = perf_counter()
+        if self.races is not None:
+            self.races.forget(KEPT if len(seeds) == 1 else 0)
         proposal = self._draft(seeds, positions, depth)
         drafted = self._time()
         tree = proposal.tokens, proposal.shape
@@ -293,8 +297,8 @@ class DecodeState:
             return root_only(self.last_token)
         if isinstance(config.tree, CostTree):
             config = replace(config, speedup=self._pace.speedup)
-        if self.config.coupled:
-            draws = PerRowRng(seeds, positions, VERIFY, self.base.device)
+        if self.races is not None:
+            draws = PerRowRng(seeds, positions, VERIFY, self.base.device, self.races)
             known, sampler = partial(draws.exponentials, self.base.vocab_size), self.config.sampler
             config = replace(config, coupling=Coupling(known, sampler.warp, sampler.temperature))
         is_sampled = config.draft_sampling is not DraftSampling.TOP_K
@@ -308,7 +312,7 @@ class DecodeState:
         if choices is not None:
             return greedy(proposal, choices)
         target = target_probs(logits, self.config.sampler, self._contexts(list(range(len(seeds)))), proposal)
-        rng = PerRowRng(seeds, positions, VERIFY, self.base.device, coupled=self.config.coupled)
+        rng = PerRowRng(seeds, positions, VERIFY, self.base.device, self.races)
         return self.config.rule.verify(proposal, target, rng, return_probs=self.config.return_probs)
 
     def _commit(self, nodes: Tensor, path: Tensor, hidden: HiddenStates, counts: list[int]) -> None:
@@ -348,7 +352,8 @@ class DecodeState:
         """Empty the cache of ended ``rows``, because steps still add tokens to it; keep a batch of one row."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
-            self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
+            # 1, because a penalty writes the drafts of a context behind its last token.
+            self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 1)
 
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)

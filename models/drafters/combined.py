@@ -183,9 +183,12 @@ class CombinedSession(CompositeSession):
         scored = []
         for part, tree, other in list(zip(drafter.drafters, drafter.trees, self.sessions, strict=True))[grows:]:
             likeliest = DraftConfig(tree=tree.truncate(min(config.depth, part.depth)), likelihoods=True)
-            model = AcceptanceModel() if isinstance(part, StepwiseDrafter) else config.tree.costs.lookup
-            scored.append((other.draft(last_token, likeliest), model))
-        others, self._own_numbers = other_drafts(last_token, scored, config.coupling), []
+            if isinstance(part, StepwiseDrafter):  # its likelihoods know the random numbers
+                likeliest = replace(likeliest, coupling=config.coupling)
+                scored.append((other.draft(last_token, likeliest), AcceptanceModel(), None))
+            else:
+                scored.append((other.draft(last_token, likeliest), config.tree.costs.lookup, config.coupling))
+        others, self._own_numbers = other_drafts(last_token, scored), []
         if not isinstance(session, StepwiseSession):
             return price_drafts(last_token, config, others)
         config_of_head = config.truncate(drafter.drafters[0].depth)

@@ -186,8 +186,8 @@ class LookupSession(TextSession):
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         if isinstance(draft_config.tree, CostTree):
             likeliest = DraftConfig(tree=self._drafter.tree.truncate(draft_config.depth), likelihoods=True)
-            drafts = other_drafts(last_token, [(self.draft(last_token, likeliest), draft_config.tree.costs.lookup)])
-            return price_drafts(last_token, draft_config, drafts)
+            scored = self.draft(last_token, likeliest), draft_config.tree.costs.lookup, draft_config.coupling
+            return price_drafts(last_token, draft_config, other_drafts(last_token, [scored]))
         depth = min(draft_config.depth, self._drafter.depth)
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)

@@ -71,7 +71,9 @@ class CascadeSession(CompositeSession):
             if max(counts) > 0:
                 session.commit(proposal.tokens[:, :-1], counts, None)
             leaf = proposal.tokens.gather(1, drafted[:, None])[:, 0]
-            chain_config = replace(draft_config, tree=TokenTree.chain(length))
+            # Later drafters do not know the output's random numbers: rows may have different numbers of drafts by then.
+            coupling = draft_config.coupling if proposal.tokens.shape[1] == 1 else None
+            chain_config = replace(draft_config, tree=TokenTree.chain(length), coupling=coupling)
             proposal = concatenate(proposal, session.draft(leaf, chain_config, rng))
             if max(counts) > 0:
                 session.rollback(committed)

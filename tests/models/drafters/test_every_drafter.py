@@ -144,6 +144,45 @@ def test_coupled_draws_keep_the_text_of_a_seed(tiny_base: TinyBase, name: str) -
         assert all([step.accepted for step in result.steps] == [5, 5, 5] for result in single)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "by cost", "combined", "combined by cost", "relay"])
+def test_trees_have_what_will_be_drawn(tiny_base: TinyBase, kind: str) -> None:
+    """If the drafter has the target's probabilities, the next token at least is in every tree."""
+    base = tiny_base()
+    itself, lookup = ModelDrafter(base, num_tokens=4), PromptLookup(3)
+    drafter: Drafter = itself
+    if "combined" in kind:
+        drafter = CombinedDrafter([itself, lookup])
+    elif kind == "relay":
+        drafter = HorizontalCascade([itself, lookup], [4, 2])
+    config = {"dynamic": DYNAMIC, "cost": BY_COST}.get(kind.rpartition(" ")[2])
+    for seed, ids in enumerate(PROMPTS):
+        result = decode(
+            base, drafter, ids, seed=seed, max_new_tokens=19, sampler=COUPLED, draft_config=config, ignore_eos=True
+        )
+        accepted = [step.accepted for step in result.steps if step.proposed]
+        assert min(accepted) >= 1 and sum(accepted) > 8
+
+
+def test_many_candidates_of_a_second_drafter_by_cost(tiny_base: TinyBase) -> None:
+    """Some of their chances are nearly 0."""
+    base = tiny_base()
+    trees = [TokenTree.chain(3), TokenTree.expansion([24])]
+    drafter = CombinedDrafter([early_exit(base, 2), early_exit(base, 1)], trees)
+    for seed in range(4):
+        options = {"seed": seed, "max_new_tokens": 19, "sampler": Sampler(temperature=1.0, coupled=True)}
+        drafted = decode(base, drafter, PROMPTS[0], draft_config=BY_COST, ignore_eos=True, **options)
+        assert drafted.tokens == decode(base, None, PROMPTS[0], ignore_eos=True, **options).tokens
+
+
+def test_rows_that_ended_under_a_penalty(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a drafter they are kept for a while, without tokens."""
+    base = tiny_base()
+    monkeypatch.setattr(BaseModel, "eos_ids", frozenset(range(0, 300, 12)))
+    sampler = Sampler(temperature=0.9, top_p=0.8, repetition_penalty=1.4)
+    prompts = [random_ids(3 + 5 * n, n) for n in range(5)]
+    assert_same_in_any_batch(base, None, prompts, sizes=[None], max_new_tokens=25, sampler=sampler)
+
+
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not any(word in name for word in DEPEND_ON_OTHER_ROWS)])
 def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, name: str) -> None:
     base = tiny_base()
