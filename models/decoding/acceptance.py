@@ -188,8 +188,8 @@ def _naive_on_host(
                 continue
             bonus[row] = drawn[row]
             # The walk continues if one of the candidates is the token that the target drew.
-            found = (c for c in children[row][path[-1]] if c != NO_CHILD and tokens[row][c] == drawn[row])
-            child = next(found, NO_CHILD)
+            same = (c for c in children[row][path[-1]] if c != NO_CHILD and tokens[row][c] == drawn[row])
+            child = next(same, NO_CHILD)
             active[row] = child != NO_CHILD
             if active[row]:
                 path.append(child)

@@ -44,8 +44,8 @@ def draw_candidates(
 
 
 def likelihood_logits(logits: Tensor, config: DraftConfig, d2t: Tensor, level: int) -> Tensor:
-    """Return the logits [B, F, W], float32, by which top-k candidates of a ``level`` (from 1) are chosen: the drafter's
-    ``logits`` [B, F, W], or those of a race with the output's random numbers."""
+    """Return the logits [B, F, W], float32, by which top-k candidates of a ``level`` (from 1) are chosen. They are the
+    drafter's ``logits`` [B, F, W], or those of a race with the output's random numbers."""
     return logits.float() if config.coupling is None else config.coupling.logits(logits, d2t, level)
 
 

@@ -51,7 +51,7 @@ def _counters(vocabulary: int, device: torch.device) -> Tensor:
 
 
 class Races:
-    """The random numbers of a step's races. Those of a draft are used again when it is verified, and in a single row
+    """Store of the random numbers of races. A draft's numbers are used again when it is verified, and in a single row
     also in the next steps, which draft some of the same positions."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Races:
 
 @dataclass(frozen=True)
 class Coupling:
-    """What drafts may depend on: the random numbers and the sampling settings of the output."""
+    """Knowledge of a step's draws on which drafts may depend: the output's random numbers and sampling settings."""
 
     exponentials: Callable[[int], Tensor]  # the numbers [B, V] of the draws of a tree's level, from 1
     warp: Callable[[Tensor], Tensor]  # the output's temperature, top-p and so on, of logits [N, W]

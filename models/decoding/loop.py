@@ -275,8 +275,8 @@ def prepare(
         what = f"a tree by cost with sampled drafts needs one prompt at a time, got {rows}"
         raise UserError(f"{what}; set batch_size=1 or draft_sampling=top_k")
     if sampler.coupled and not sampler.greedy:
-        wanted = {"rule.name": (rule.name, "exact"), "draft_sampling": (draft_config.draft_sampling.value, "top_k")}
-        if other := [f"{key}={given}" for key, (given, only) in wanted.items() if given != only]:
+        only = {"rule.name": (rule.name, "exact"), "draft_sampling": (draft_config.draft_sampling.value, "top_k")}
+        if other := [f"{key}={given}" for key, (given, needed) in only.items() if given != needed]:
             what = "coupled sampling needs the exact rule and top_k drafts"
             raise UserError(f"{what}, got {' '.join(other)}; leave it out")
     check_drafter(base, drafter, draft_config, rule)

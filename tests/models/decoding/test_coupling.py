@@ -49,7 +49,7 @@ def test_numbers_are_exponential_and_those_of_a_later_step() -> None:
 
 
 def test_every_token_arrives() -> None:
-    """Of a large number that float32 rounds up, the token would arrive never, even if no other one can."""
+    """A number that float32 rounds up to infinity would keep out a token even if no other one can be drawn."""
     draws = PerRowRng([3], [56], VERIFY, CPU, Races())
     probs = torch.zeros(1, 1, 151_936)
     probs[..., 117_082] = 1.0
