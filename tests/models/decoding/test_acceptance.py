@@ -14,7 +14,16 @@ from torch import Tensor
 
 from drafthead.eval.lossless.enumerate import CommittedProbs, committed
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
-from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, block, speculative, typical
+from drafthead.models.decoding import acceptance
+from drafthead.models.decoding.acceptance import (
+    Acceptance,
+    AcceptanceRule,
+    block,
+    greedy,
+    naive_sampling,
+    speculative,
+    typical,
+)
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
@@ -89,6 +98,24 @@ def typical_by_hand(
     dist, cut = probs[best], threshold(probs[best])
     truncated = [v if v > cut or v == max(dist) else 0.0 for v in dist]
     return paths[best], [v / sum(truncated) for v in truncated]
+
+
+@given(SEEDS, st.integers(1, 5), st.integers(1, 12))
+@settings(max_examples=80, deadline=None)
+def test_a_cpu_accepts_what_a_device_does(seed: int, rows: int, nodes: int) -> None:
+    """A CPU walks by loops. Five tokens, so that siblings are often equal."""
+    proposal, target = random_proposal(seed, rows, nodes)
+    results = []
+    for on_host in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(acceptance, "is_host", lambda device, on_host=on_host: on_host)
+            rng = PerRowRng(list(range(rows)), [seed % 99] * rows, VERIFY, torch.device("cpu"))
+            accepted = naive_sampling(proposal, lookup(target), rng)
+            results.append((greedy(proposal, target.argmax(-1)), accepted))
+    for host, device in zip(*results, strict=True):
+        width = host.nodes.shape[1]  # that of the longest walk
+        assert torch.equal(host.nodes, device.nodes[:, :width]) and not device.nodes[:, width:].any()
+        assert torch.equal(host.accepted, device.accepted) and torch.equal(host.bonus, device.bonus)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12), st.sampled_from([(0.09, 0.3), (0.3, 0.9)]))
