@@ -58,7 +58,7 @@ from drafthead.eval.trees.simulate import simulate_texts, text_ranks
 from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.loop import static_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.head_folder import write_trees
@@ -238,7 +238,7 @@ class Judge:
 
     def tau(self, spec: str, head: Drafter | None = None) -> dict[str, Any]:
         """Return the mean accepted length of a drafter."""
-        config = None if head is None else default_draft_config(head)
+        config = None if head is None else static_draft_config(head)
         drafter, draft_config = build_drafter(parse_drafter(spec), self.base, head, config)
         # One by one, as in decoding: a combined drafter divides its nodes among the rows of a batch.
         sampler = Sampler(temperature=0.0)

@@ -171,6 +171,16 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         if self.batch_size > 1 and one_prompt:
             raise ValueError("engines, hf_ baselines and length=heuristic take one prompt at a time; drop batch_size")
 
+    def by_cost(self, head: Drafter) -> bool:
+        if self.tree == "head" and (
+            self.draft_sampling != "top_k"
+            or self.confidence_threshold is not None
+            or self.prefix_threshold
+            or self.length != "constant"
+        ):
+            return False  # settings of static trees
+        return super().by_cost(head)
+
     def draft_config(self, drafter: Drafter) -> DraftConfig:
         """Return the draft config for ``drafter``; raise a ``UserError`` if it drafts less deep than the tree."""
         tree = self.tree_of(drafter, self.batch_size)

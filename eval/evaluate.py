@@ -189,8 +189,10 @@ def _settings(
     if not lossless:
         rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
     ignored = changed_settings(base.generation_config, [key for key in CHANGE_TEXT if key != "repetition_penalty"])
-    tree = _tree_json(draft_config) | {"spec": config.tree}
-    if isinstance(drafter, CombinedDrafter) and not isinstance(draft_config.tree, CostTree):
+    by_cost = isinstance(draft_config.tree, CostTree)
+    spec = "cost" if by_cost and config.tree == "head" else config.tree
+    tree = _tree_json(draft_config) | {"spec": spec}
+    if isinstance(drafter, CombinedDrafter) and not by_cost:
         parts = zip(drafter.names, drafter.draft_configs(draft_config), strict=True)
         tree["drafters"] = [{"drafter": name} | _tree_json(part) for name, part in parts]
     return {

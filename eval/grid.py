@@ -107,6 +107,7 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
     if changed:
         assert isinstance(winner.draft_config.tree, TokenTree)
         head.tree, head.confidence_threshold = winner.draft_config.tree, winner.draft_config.confidence_threshold
+        head.prefers_cost = False
         head.save_pretrained(folder)
     machine = {key: evaluation["overall"][key] for key in ("hardware", "versions")}
     write_json(folder / "grid.json", record | {"changed": changed, "rows": rows} | machine)

@@ -26,7 +26,7 @@ from drafthead.errors import UserError
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
-from drafthead.models.decoding.loop import GREEDY, decode, default_draft_config
+from drafthead.models.decoding.loop import GREEDY, decode, static_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult
@@ -207,7 +207,7 @@ class OnlineLearner:
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
         """Answer the prompt ``ids`` exactly, and learn from the answer; return it and its training example."""
-        base, tree = self.head.base_model, draft_config or default_draft_config(self.head)
+        base, tree = self.head.base_model, draft_config or static_draft_config(self.head)
         result = decode(
             base, self.recorder, ids, max_new_tokens=max_new_tokens, draft_config=tree, sampler=sampler, seed=seed
         )

@@ -27,7 +27,14 @@ from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
 from drafthead.eval.trees.acceptance_fit import with_acceptance
-from drafthead.eval.trees.calibrate import Calibration, calibrate, load_calibration, save_calibration
+from drafthead.eval.trees.calibrate import (
+    LEAST_GAIN,
+    Calibration,
+    calibrate,
+    load_calibration,
+    save_calibration,
+    speedup_by_cost,
+)
 from drafthead.eval.trees.cost_model import batch_context, measure_costs
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import text_ranks
@@ -198,7 +205,7 @@ class RunContext:
         base = original.parts if self.run.drops_layers else original.whole()  # sharded when the training begins
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base, any_base=True)
-            head.tree = head.tree_costs = None
+            head.tree, head.tree_costs, head.prefers_cost = None, None, False
             if config != head.config:
                 head = with_settings(head, config)
             return with_more_ids(head, self.corpora.repeated_ids()) if self.run.extend_vocabulary else head
@@ -431,6 +438,7 @@ def tree(context: RunContext) -> None:
         head.tree = calibration.tree
         if head.tree_costs is None:
             head.tree_costs = _tree_costs(context, head, costs, calibration)
+            _choose_by_cost(context, head, calibration)
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
                 longest = batch_context([text.middle for text in context.development_answers or ()], rows)
@@ -456,6 +464,20 @@ def _tree_costs(context: RunContext, head: DraftHead, costs: CostModel, calibrat
     measured = TreeCosts(costs={1: costs}, speedup={1: calibration.expected_speedup})
     texts, sampler = context.development_answers, Sampler(temperature=context.eval.sampler.temperature)
     return with_acceptance(head.base_model, head, texts, sampler, measured) if texts else measured
+
+
+def _choose_by_cost(context: RunContext, head: DraftHead, calibration: Calibration) -> None:
+    """Make trees by cost the default of ``head`` if they are expected to pay more than its tree. Without a fit of its
+    acceptance nothing is expected, and its confidence threshold needs a static tree."""
+    head.prefers_cost = False
+    if not context.development_answers or head.confidence_threshold:
+        return
+    speedup, nodes = speedup_by_cost(head, context.development_answers, context.eval.sampler.temperature)
+    head.prefers_cost = speedup > LEAST_GAIN * calibration.expected_speedup
+    context.display.line(
+        f"   a tree by cost in every step: {nodes:.1f} nodes on average, expect speedup {speedup:.2f}; "
+        + ("now the default" if head.prefers_cost else "the tree below stays the default")
+    )
 
 
 def _choose_chain(context: RunContext, head: DraftHead) -> None:

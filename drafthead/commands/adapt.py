@@ -28,7 +28,7 @@ from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
 from drafthead.files.local import claimed, make_folder, read_json_lines, write_atomic
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.loop import static_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
@@ -89,7 +89,7 @@ def main(config: AdaptConfig) -> None:
                 row = {"prompt": number, "task": prompts[number].task, "steps": len(result.steps), "s": result.total_s}
                 row |= {"tokens": sum(step.committed for step in result.steps), "rejected": len(lesson.rejected)}
                 if config.sampler.greedy:
-                    tree = default_draft_config(frozen).tree
+                    tree = static_draft_config(frozen).tree
                     assert isinstance(tree, TokenTree)
                     row["steps_frozen"] = simulated_steps(frozen, tree, lesson.text, lesson.hidden)
                 rows.append(row)

@@ -74,7 +74,7 @@ def main(config: ChatConfig) -> None:
         raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
     console = PlainConsole()
     base, head, head_config = load_base_and_drafter(config.head, config.base)
-    if config.by_cost:
+    if config.by_cost(head):
         ensure_costs(base, head)
     chat = Chat(config, base, *config.build(base, head, config.with_tree(head, head_config)), console)
     for message in [config.message] if config.message else _lines(console):

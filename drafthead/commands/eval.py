@@ -64,7 +64,7 @@ def main(config: EvalRunConfig) -> None:
         base, head, _ = load_base_and_drafter(config.head, config.base)
         adapter = f" with the adapter {base.config.adapter}" if base.config.adapter else ""
         display.line(f"   base: {base.name}{adapter}")
-    if config.by_cost:
+    if config.by_cost(head):
         with display.stage("step costs on this machine, by which trees are chosen"):
             rows, new = config.batch_size, config.max_new_tokens
             asked = development_prompts(base, config, 4 * rows) if rows > 1 else []

@@ -61,7 +61,7 @@ def main(config: GenerateConfig) -> None:
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
     base, head, draft_config = load_base_and_drafter(config.head, config.base)
-    if config.by_cost:
+    if config.by_cost(head):
         ensure_costs(base, head)
     drafter, draft_config = config.build(base, head, config.with_tree(head, draft_config))
     if config.raw:

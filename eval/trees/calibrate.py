@@ -7,17 +7,25 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.trees.search import SearchMethod, TreeOrder, best_trees, greedy_tree
+from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree
+from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import WIDTH, Ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import hardware, versions
 
+LEAST_GAIN = 1.02
+"""Expected speedup of trees by cost over that of the best static tree, from which they are the default: choosing nodes
+takes time that the measured costs lack."""
 LARGEST_TREE = 64  # nodes of a calibrated tree at most, root included: the size of Medusa's published trees
 VERSION = 2  # of the measurement; raise it when the forward pass or the saved format changes, to discard older ones
 
@@ -99,6 +107,17 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a calibration ({error!r}); remove it to measure again") from None
+
+
+def speedup_by_cost(head: DraftHead, texts: Sequence[Answer], temperature: float) -> tuple[float, float]:
+    """Return the expected speedup of ``head`` with trees by cost, without the prefill, and their mean nodes, simulated
+    on the base's own answers ``texts``. Its ``tree_costs`` must be known."""
+    assert head.tree_costs is not None
+    draft_config = DraftConfig(tree=CostTree(costs=head.tree_costs, depth=head.depth))
+    simulated = simulate_texts(head.base_model, head, texts, draft_config, Sampler(temperature=temperature))
+    assert simulated.cost is not None and simulated.nodes is not None
+    nodes = sum(n * share for n, share in simulated.nodes.items())
+    return simulated.mean_accepted_length / simulated.cost, nodes
 
 
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:

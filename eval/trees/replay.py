@@ -14,7 +14,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.loop import static_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import AcceptProbs, SimulatedAcceptance, simulate_acceptance
@@ -71,7 +71,7 @@ def own_row(
     base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
     """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
-    draft_config = default_draft_config(head)
+    draft_config = static_draft_config(head)
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
 

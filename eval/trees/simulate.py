@@ -115,8 +115,8 @@ def simulate_texts(
     if not rule.lossless:
         raise UserError(f"answers of the lossy rule {rule.name!r} depend on the drafts; use drafthead eval")
     if draft_config.draft_sampling is DraftSampling.TOP_K:
-        answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
-        return simulate_steps(answers, seed, sizes)
+        answers, sizes, costs = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
+        return simulate_steps(answers, seed, sizes, costs)
     tree = draft_config.tree
     if not isinstance(tree, TokenTree):
         raise UserError("sampled drafts in a tree by cost are not simulated; use draft_sampling=top_k")
@@ -195,25 +195,28 @@ def _drafted_length_probs(
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool,
-) -> tuple[list[LengthProbs], list[Floats]]:
-    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T]. A
-    top-k draft is accepted exactly if it is the answer's next token."""
-    length_probs, sizes = [], []
+) -> tuple[list[LengthProbs], list[Floats], list[Floats] | None]:
+    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]), of nodes [T], and,
+    of trees by cost, the times of steps in tokens of plain decoding [T]. A top-k draft is accepted exactly if it is the
+    answer's next token."""
+    length_probs, sizes, costs = list[LengthProbs](), list[Floats](), list[Floats]()
     one_by_one = in_order or isinstance(draft_config.tree, CostTree)  # whose rows would share the price of time
     at_a_time = 1 if one_by_one else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
     for batch, base_hidden in batches(base, drafter, texts, sampler, at_a_time):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
-        nodes = [np.ones(text.positions) for text in batch]
+        nodes, times = ([np.ones(text.positions) for text in batch] for _ in range(2))
         for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
             proposal = session.draft(last, draft_config)
             counts = matching_drafts(proposal, [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t], nodes[row][t] = count, len(proposal.shape)
-        sizes += nodes
+                if proposal.forecast is not None:
+                    times[row][t] = proposal.forecast.cost
+        sizes, costs = [*sizes, *nodes], [*costs, *times]
         length_probs += [np.eye(int(a.max()) + 1)[a] for a in accepted]
         for text in batch if in_order else ():
             drafter.remember(text.ids)
-    return length_probs, sizes
+    return length_probs, sizes, costs if isinstance(draft_config.tree, CostTree) else None
 
 
 def matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:

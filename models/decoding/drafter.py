@@ -237,6 +237,7 @@ class Drafter(ABC):
     confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
     tree_costs: TreeCosts | None = None  # for trees by cost; None: not measured
     drafts_by_cost: bool = False  # the session can draft a ``CostTree``
+    prefers_cost: bool = False  # in calibration, a tree by cost was faster than ``tree``; only with ``tree_costs``
     reads_base: bool = False  # needs the base's hidden states, so it cannot continue tokens that the base has not read
     early_exit_layers: int = 0
     """The target's first layers, which the drafter runs itself in the target's cache. Verification runs only the

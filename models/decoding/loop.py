@@ -35,6 +35,13 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
+    """Return a config with a tree by cost if the drafter ``prefers_cost``, else its static tree."""
+    if drafter is not None and drafter.prefers_cost and drafter.tree_costs is not None:
+        return DraftConfig(tree=CostTree(costs=drafter.tree_costs, depth=drafter.depth))
+    return static_draft_config(drafter, rows)
+
+
+def static_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
     """Return a config with the drafter's tree for a batch of ``rows``; without a tree, a chain over its positions."""
     if drafter is None:
         return ROOT_ONLY

@@ -8,7 +8,7 @@ from drafthead.models.decoding.cost_tree import LARGEST, CostTree, TreeCosts
 from drafthead.models.decoding.drafter import Drafter, DynamicTree
 from drafthead.models.token_tree import TokenTree
 
-TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], cost[:NODES], or a tree.json"
+TREES = "head, static, cost[:NODES], chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 UNMEASURED = TreeCosts(
     costs={1: CostModel(verify={1: 1.0}, draft=0.0, overhead=0.0, context=1)}
 )  # to check a name only
@@ -44,7 +44,10 @@ def parse_tree(spec: str, depth: int, costs: TreeCosts | None) -> TokenTree | Dy
 
 def named_tree(spec: str, drafter: Drafter) -> TokenTree | DynamicTree | CostTree:
     """Return the tree that ``spec`` names for ``drafter``; a name of no tree raises a ``UserError``."""
+    if spec == "static":
+        return drafter.tree or TokenTree.chain(drafter.depth)
     tree = parse_tree(spec, drafter.depth, drafter.tree_costs)
     if tree is None:
-        raise UserError(f"{spec!r} names no tree; give one of {TREES.removesuffix(', or a tree.json')}")
+        known = TREES.removeprefix("head, ").removesuffix(", or a tree.json")
+        raise UserError(f"{spec!r} names no tree; give one of {known}")
     return tree

@@ -124,6 +124,7 @@ class CombinedDrafter(CompositeDrafter):
         self.names = tuple(names or (type(drafter).__name__ for drafter in drafters))
         self.tree = union(self.trees)
         self.tree_costs, self.drafts_by_cost = drafters[0].tree_costs, drafters[0].drafts_by_cost
+        self.prefers_cost = drafters[0].prefers_cost
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.trees, self.nodes)

@@ -20,7 +20,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
-from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.loop import default_draft_config, static_draft_config
 from drafthead.models.decoding.tree_names import UNMEASURED, parse_tree
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
@@ -100,32 +100,51 @@ class DrafterConfig:
     """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
     cut, and may leave A no room. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
     tree: str = "head"
-    """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], cost[:NODES] or a tree.json. ``head`` is the
-    head's own tree, calibrated in training, or else a chain. ``expansion`` lists the children of a node per level
-    (SpecInfer). ``dynamic`` grows a tree of NODES nodes in each step, and expands WIDTH nodes per level (EAGLE-2).
-    ``cost`` drafts in each step only what pays on this machine, up to NODES nodes (32)."""
+    """Draft tree: head, static, cost[:NODES], chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json.
+    ``static`` is the head's own tree, calibrated in training, or else a chain. ``cost`` drafts in each step only what
+    pays on this machine, up to NODES nodes (32). ``head`` is the one of the two that was faster in training.
+    ``expansion`` lists the children of a node per level (SpecInfer). ``dynamic`` grows a tree of NODES nodes in each
+    step, and expands WIDTH nodes per level (EAGLE-2)."""
 
     def __post_init__(self) -> None:
         parse_drafter(self.drafter)
-        if self.tree != "head" and parse_tree(self.tree, 1, UNMEASURED) is None:
+        if self.tree in ("head", "static"):
+            return
+        tree = parse_tree(self.tree, 1, UNMEASURED)
+        if tree is None:
             read_json(Path(self.tree))
+        if isinstance(tree, CostTree) and not self._head_leads:
+            raise UserError(f"tree={self.tree} is for the drafter head or head+B, not for {self.drafter}")
 
     @property
-    def by_cost(self) -> bool:
+    def _head_leads(self) -> bool:
+        """True for ``head`` and for ``head+B``, which can choose trees by cost."""
+        first = parse_drafter(self.drafter)
+        while first.kind == "combine":
+            first = first.parts[0]
+        return first.kind == "head"
+
+    def by_cost(self, head: Drafter) -> bool:
+        """Return True if trees of ``head`` are chosen by cost."""
+        if self.tree == "head":
+            return head.prefers_cost and self._head_leads
         return isinstance(parse_tree(self.tree, 1, UNMEASURED), CostTree)
 
-    def tree_of(self, drafter: Drafter, rows: int = 1) -> TokenTree | DynamicTree | CostTree:
-        """Return the tree of ``drafter`` for a batch of ``rows``."""
-        if self.tree == "head":
-            return default_draft_config(drafter, rows).tree
-        tree = parse_tree(self.tree, drafter.depth, drafter.tree_costs)
-        return read_tree(Path(self.tree), drafter.depth) if tree is None else tree
+    def tree_of(self, head: Drafter, rows: int = 1) -> TokenTree | DynamicTree | CostTree:
+        """Return the tree of ``head`` for a batch of ``rows``."""
+        if self.tree in ("head", "static"):
+            by_cost = self.by_cost(head)
+            return (default_draft_config if by_cost else static_draft_config)(head, rows).tree
+        tree = parse_tree(self.tree, head.depth, head.tree_costs)
+        return read_tree(Path(self.tree), head.depth) if tree is None else tree
 
     def with_tree(self, head: Drafter, head_config: DraftConfig) -> DraftConfig:
         """Return ``head_config`` with the tree of these settings for ``head``."""
         tree = self.tree_of(head)
+        if self.tree == "head" and isinstance(tree, CostTree) == isinstance(head_config.tree, CostTree):
+            return head_config
         threshold = head_config.confidence_threshold if isinstance(tree, TokenTree) else 0.0
-        return head_config if self.tree == "head" else replace(head_config, tree=tree, confidence_threshold=threshold)
+        return replace(head_config, tree=tree, confidence_threshold=threshold)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
         """Return the drafter of these settings, in which the word ``head`` stands for ``head``, and its draft
@@ -232,13 +251,12 @@ def build_drafter(
     and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
     """
     parts = [build_drafter(operand, base, head, head_config, nodes) for operand in expression.parts]
-    if expression.kind == "combine":
-        first_config = parts[0][1]
-        if isinstance(first_config.tree, CostTree):
-            parts[0] = parts[0][0], default_draft_config(parts[0][0])
+    first_config = parts[0][1] if parts else None
+    parts = [(d, static_draft_config(d) if isinstance(config.tree, CostTree) else config) for d, config in parts]
+    if first_config is not None and expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            known = "tree=head, tree=cost, tree=chain:K or tree=expansion:1-1-3"
+            known = "tree=static, tree=cost, tree=chain:K or tree=expansion:1-1-3"
             raise UserError(f"only a head with a static tree or a tree by cost can be combined; set {known}")
         names = [operand.text.strip() for operand in expression.parts]
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
@@ -260,7 +278,9 @@ def build_drafter(
             config = replace(parts[0][1], tree=drafter.tree or TokenTree.chain(drafter.depth))
         elif head_config is not None and head_config.draft_sampling is not DraftSampling.TOP_K:
             sampling, sampler = head_config.draft_sampling, head_config.sampler
-            config = replace(config, draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0)
+            config = replace(
+                static_draft_config(drafter), draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0
+            )
     if expression.window is not None:
         drafter = with_window(drafter, expression.window)
     return drafter, config if expression.most_tokens is None else config.truncate(expression.most_tokens)

@@ -161,6 +161,7 @@ class SimulatedAcceptance:
     steps: float  # expected number
     tokens: int  # that the steps commit, none of them after an answer's end
     nodes: dict[int, float] | None = None  # tree size with the root -> share of steps; not all trees are full
+    cost: float | None = None  # mean time of a step in tokens of plain decoding; only of trees by cost
     by_depth: tuple[float, ...] = field(default=(), compare=False)
     """Share of accepted drafts at each draft position, of the steps that accepted the one before; NaN if there are
     none."""
@@ -181,9 +182,13 @@ def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: i
 
 
 def simulate_steps(
-    answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
+    answers: Sequence[LengthProbs],
+    seed: int = 0,
+    sizes: Sequence[Floats] | None = None,
+    costs: Sequence[Floats] | None = None,
 ) -> SimulatedAcceptance:
-    """Simulate decoding answers, whose trees have ``sizes`` [T] nodes, from the probabilities of accepted lengths."""
+    """Simulate decoding answers from the probabilities of accepted lengths. Trees have ``sizes`` [T] nodes, and steps
+    take as long as ``costs`` [T] tokens of plain decoding."""
     started = start_probs(answers)
     # The expected number of steps is the sum over positions of the probability that a step starts there.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])
@@ -193,6 +198,7 @@ def simulate_steps(
     if sizes and steps:
         counts, weights = np.concatenate(sizes), np.concatenate(started)
         nodes = {int(n): float(weights[counts == n].sum() / weights.sum()) for n in np.unique(counts)}
+    time = sum(float(start @ cost) for start, cost in zip(started, costs, strict=True)) if costs else None
     deepest = max((lengths.shape[1] for lengths in answers), default=1)
     ended = np.zeros(deepest)  # steps by accepted length
     for start, lengths in zip(started, answers, strict=True):
@@ -206,6 +212,7 @@ def simulate_steps(
         steps=steps,
         tokens=int(tokens),
         nodes=nodes,
+        cost=time / steps if time is not None and steps else None,
         by_depth=by_depth,
         by_position=tuple((start, _committed(lengths)) for start, lengths in zip(started, answers, strict=True)),
     )

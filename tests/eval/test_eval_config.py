@@ -48,9 +48,15 @@ def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
     assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
 
 
+def test_only_drafts_of_the_head_are_chosen_by_cost() -> None:
+    for drafter in ("relay:head@2+prompt_lookup@4", "prompt_lookup+head", "prompt_lookup"):
+        refuses("tree=cost is for the drafter head or head.B, not for", EvalConfig, drafter=drafter, tree="cost")
+    assert EvalConfig(drafter="(head+forced)+prompt_lookup", tree="cost", baselines=["prompt_lookup"])
+
+
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])
 def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: str) -> None:
-    refuses("cannot be read .*give one of head, chain", EvalConfig, tree=tree)
+    refuses("cannot be read .*give one of head, static", EvalConfig, tree=tree)
 
 
 def test_what_cannot_be_coupled_is_refused_before_anything_is_loaded() -> None:

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
+from drafthead.eval.trees.calibrate import calibrate
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.files.local import claimed, read_json, read_json_lines, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
@@ -20,6 +23,7 @@ from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
@@ -222,6 +226,26 @@ def test_batches_have_their_own_trees(finished: Path, step_costs: Any) -> None:
     assert {step.proposed for result in results for step in result.steps} == {0}
     train(finished, *settings)
     assert step_costs.rows == [1, 2, 8], "nothing is measured twice"
+
+
+@pytest.mark.parametrize("gain, spec", [(1.5, "cost"), (1.0, "head")])
+def test_trees_by_cost_are_the_default_where_they_win(
+    finished: Path, step_costs: Any, monkeypatch: pytest.MonkeyPatch, gain: float, spec: str
+) -> None:
+    def by_cost(head: DraftHead, texts: list[Answer], temperature: float) -> tuple[float, float]:
+        nonlocal expected
+        ranks = text_ranks(head, texts)
+        assert head.tree_costs is not None
+        expected = calibrate(ranks, head.tree_costs.costs[1]).expected_speedup
+        return gain * expected, 3.0
+
+    expected = 0.0
+    monkeypatch.setattr(pipeline, "speedup_by_cost", by_cost)
+    (finished / "run" / "calibration.json").unlink()
+    run = train(finished, "eval.split=test", "stages=[tree,evaluate]")
+    _, head = load_base_and_head(run / "head")
+    assert expected and head.prefers_cost is (spec == "cost")
+    assert read_json(run / "eval.json")["tree"]["spec"] == spec
 
 
 def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:

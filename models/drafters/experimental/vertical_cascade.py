@@ -15,7 +15,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.candidates import root_only
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
-from drafthead.models.decoding.loop import EXACT, check_drafter, default_draft_config
+from drafthead.models.decoding.loop import EXACT, check_drafter, static_draft_config
 from drafthead.models.decoding.node_cache import ModelCache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -43,7 +43,7 @@ class VerticalCascade(LMDrafter):
         """``drafter`` drafts for ``model`` (as ``LMDrafter`` has it), from tokens alone; None: token by token."""
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
-        self.draft_config = draft_config or default_draft_config(drafter)
+        self.draft_config = draft_config or static_draft_config(drafter)
         # The fastest row commits up to a whole inner path per step, the slowest one token; all rows take equal steps.
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:

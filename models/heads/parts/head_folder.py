@@ -91,7 +91,7 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
     if drafter.batch_trees:
         content["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
     if drafter.tree_costs is not None:
-        content["costs"] = asdict(drafter.tree_costs)
+        content |= {"costs": asdict(drafter.tree_costs), "by_cost": drafter.prefers_cost}
     local.write_json(folder / TREES, content)
 
 
@@ -135,6 +135,10 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
             drafter.tree_costs = check(costs, TreeCosts, "costs")
         except (TypeError, ValueError) as error:
             raise UserError(f"{path} has unusable costs ({error}); calibrate again") from None
+    drafter.prefers_cost = content.get("by_cost", False)
+    if drafter.prefers_cost not in (False, drafter.tree_costs is not None):
+        what = f"{path} has by_cost={drafter.prefers_cost!r}"
+        raise UserError(f"{what}, which must be false, or true with costs; correct it or calibrate again")
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:

@@ -69,4 +69,5 @@ def with_window(drafter: Drafter, window: int) -> DraftHead:
     head = config.build(drafter.base, reduced, start=False)
     head.load_state_dict(drafter.state_dict(), assign=True)
     head.tree, head.batch_trees, head.tree_costs = drafter.tree, drafter.batch_trees, drafter.tree_costs
+    head.prefers_cost = drafter.prefers_cost
     return head.eval()

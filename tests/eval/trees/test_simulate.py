@@ -15,6 +15,7 @@ from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import simulate
+from drafthead.eval.trees.calibrate import speedup_by_cost
 from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
@@ -25,6 +26,8 @@ from drafthead.eval.trees.simulate import (
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree, TreeCosts
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -97,6 +100,21 @@ def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> N
     dynamic = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=2))
     static = DraftConfig(tree=TokenTree.expansion([3, 3]))
     assert simulate_texts(base, head, texts, dynamic, GREEDY) == simulate_texts(base, head, texts, static, GREEDY)
+
+
+def test_the_time_of_trees_by_cost_is_what_their_nodes_cost(base: BaseModel) -> None:
+    """Nine nodes cost as much as one, so that at least as many are drafted, and drafting costs nothing."""
+    head, texts = fitted(base), answered(base, 0.0, 25)
+    steps = CostModel(verify={1: 1.0, 9: 1.0, 32: 1.5}, draft=0.0, overhead=1.0, context=8)
+    head.tree_costs = TreeCosts(costs={1: steps})
+    tree = CostTree(costs=head.tree_costs, depth=head.depth)
+    simulated = simulate_texts(base, head, texts, DraftConfig(tree=tree), GREEDY)
+    assert simulated.nodes is not None and min(simulated.nodes) > 1
+    cost = sum(share * steps.step(n, 1) for n, share in simulated.nodes.items()) / steps.step(1, 0)
+    assert simulated.cost == pytest.approx(cost)
+    nodes = sum(n * share for n, share in simulated.nodes.items())
+    expected = simulated.mean_accepted_length / cost, nodes
+    assert speedup_by_cost(head, texts, 0.0) == pytest.approx(expected)
 
 
 def warmed(logits: Tensor, temperature: float) -> Tensor:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from math import isnan
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +20,16 @@ from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree, Pace, PooledAcceptance, TreeCosts, best_count
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
-from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, cases, noisy_head, refuses
 
@@ -293,6 +297,31 @@ def test_trees_are_named(tiny_base: TinyBase) -> None:
     assert isinstance(tree, CostTree) and (tree.nodes, tree.depth) == (9, 3)
     for wrong in ("cost:1", "cost:33", "cost:x"):
         refuses("cannot be read", EvalConfig, tree=wrong)
+
+
+def test_a_head_may_prefer_trees_by_cost(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """By default they are then drafted by the head and by head+B, but not with settings of static trees."""
+    base = tiny_base()
+    head = noisy_head(MedusaConfig(num_draft_tokens=3), base, 0.1)
+    head.tree, head.tree_costs, head.prefers_cost = TokenTree.chain(2), costs(CHEAP), True
+    head.save_pretrained(tmp_path)
+    head = load_head(tmp_path, base)
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    plain = drafthead.generate(base, None, PROMPTS[0], max_new_tokens=9).tokens
+    for drafter, by_cost in (("head", True), ("head+prompt_lookup", True), ("relay:head@1+prompt_lookup@2", False)):
+        config = EvalConfig(drafter=drafter)
+        built, draft_config = config.build(base, head, config.draft_config(head))
+        assert isinstance(draft_config.tree, CostTree) is by_cost == config.by_cost(head)
+        answer = decode(base, built, PROMPTS[0], draft_config=draft_config, **options)
+        assert answer.tokens == plain and (answer.steps[0].expected >= 1) is by_cost
+    assert isinstance(default_draft_config(head).tree, CostTree) and isinstance(head.tree, TokenTree)
+    for settings in ("draft_sampling=with_replacement", "confidence_threshold=0", "length=heuristic", "tree=static"):
+        key, value = settings.split("=")
+        config = EvalConfig(**{key: float(value) if value == "0" else value})
+        assert config.draft_config(head).tree == TokenTree.chain(2) and not config.by_cost(head)
+    assert isnan(drafthead.generate(base, head, PROMPTS[0], tree="static", max_new_tokens=9).steps[0].expected)
+    named = build_drafter(parse_drafter(f"prompt_lookup+head:{tmp_path}"), base)[1]
+    assert isinstance(named.tree, TokenTree)
 
 
 def test_what_a_tree_by_cost_cannot_do_is_refused(tiny_base: TinyBase) -> None:
