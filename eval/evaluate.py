@@ -1,6 +1,7 @@
 """Evaluate a drafter: interleaved timing against autoregressive decoding and other methods, metrics, report."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -38,7 +39,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler, with_own_penalty
-from drafthead.models.decoding.step import DecodeConfig
+from drafthead.models.decoding.step import DecodeConfig, DecodeResult
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.display import Display
@@ -192,6 +193,10 @@ def _settings(
     by_cost = isinstance(draft_config.tree, CostTree)
     spec = "cost" if by_cost and config.tree == "head" else config.tree
     tree = _tree_json(draft_config) | {"spec": spec}
+    if by_cost:
+        answers = [answer for answer in timed.results["speculative"] if isinstance(answer, DecodeResult)]
+        sizes = Counter(1 + step.proposed for answer in answers for step in answer.steps)
+        tree["steps"] = {str(n): sizes[n] for n in sorted(sizes)}
     if isinstance(drafter, CombinedDrafter) and not by_cost:
         parts = zip(drafter.names, drafter.draft_configs(draft_config), strict=True)
         tree["drafters"] = [{"drafter": name} | _tree_json(part) for name, part in parts]

@@ -236,7 +236,8 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         written(
             "tree.json",
             '{"choices": [[0], [0, 0], [1]], "confidence_threshold": 0.25, "costs": {"costs": {"1": {"verify": '
-            '{"1": 0.5}, "draft": 0.1, "overhead": 0.1, "context": 9}}, "acceptance": {"bias": [[-1]]}}, "by_cost": true}',
+            '{"1": 0.5}, "draft": 0.1, "overhead": 0.1, "context": 9}}, "acceptance": {"bias": [[-1]]}}, '
+            '"by_cost": true}',
         ),
         lambda folder: read_trees(folder, PromptLookup(3)),
     ),

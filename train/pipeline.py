@@ -436,9 +436,10 @@ def tree(context: RunContext) -> None:
             head.batch_trees, head.tree_costs = {}, None
         costs, calibration = calibrated
         head.tree = calibration.tree
+        by_cost = "they are the default" if head.prefers_cost else "they are not the default"
         if head.tree_costs is None:
             head.tree_costs = _tree_costs(context, head, costs, calibration)
-            _choose_by_cost(context, head, calibration)
+            by_cost = _choose_by_cost(context, head, calibration)
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
                 longest = batch_context([text.middle for text in context.development_answers or ()], rows)
@@ -455,6 +456,7 @@ def tree(context: RunContext) -> None:
             f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
+        display.line(f"   trees by cost: {by_cost}")
         display.line(f"   {other_processes_line(costs.other_processes_cores)}")
 
 
@@ -466,18 +468,18 @@ def _tree_costs(context: RunContext, head: DraftHead, costs: CostModel, calibrat
     return with_acceptance(head.base_model, head, texts, sampler, measured) if texts else measured
 
 
-def _choose_by_cost(context: RunContext, head: DraftHead, calibration: Calibration) -> None:
-    """Make trees by cost the default of ``head`` if they are expected to pay more than its tree. Without a fit of its
-    acceptance nothing is expected, and its confidence threshold needs a static tree."""
+def _choose_by_cost(context: RunContext, head: DraftHead, calibration: Calibration) -> str:
+    """Make trees by cost the default of ``head`` if they are expected to be faster than its tree; return what to print
+    about it."""
     head.prefers_cost = False
-    if not context.development_answers or head.confidence_threshold:
-        return
+    if not context.development_answers:
+        return "not the default, because their acceptance was not fitted to answers of a dev half"
+    if head.confidence_threshold:
+        return "not the default, because the head has a confidence threshold"
     speedup, nodes = speedup_by_cost(head, context.development_answers, context.eval.sampler.temperature)
-    head.prefers_cost = speedup > LEAST_GAIN * calibration.expected_speedup
-    context.display.line(
-        f"   a tree by cost in every step: {nodes:.1f} nodes on average, expect speedup {speedup:.2f}; "
-        + ("now the default" if head.prefers_cost else "the tree below stays the default")
-    )
+    head.prefers_cost = speedup >= LEAST_GAIN * calibration.expected_speedup
+    result = "now" if head.prefers_cost else "too little to be"
+    return f"expect speedup {speedup:.2f} with {nodes:.1f} nodes on average, {result} the default"
 
 
 def _choose_chain(context: RunContext, head: DraftHead) -> None:

@@ -47,7 +47,8 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
     if explained := evaluation["speedup_breakdown"][fastest_autoregressive(overall)[0]]:
         yield "waterfall", waterfall(explained)
     if costs := evaluation.get("costs"):
-        chosen = evaluation["tree"].get("drafters", [evaluation["tree"]])[0]["nodes"]
+        varies = "steps" in evaluation["tree"]
+        chosen = None if varies else evaluation["tree"].get("drafters", [evaluation["tree"]])[0]["nodes"]
         yield "cost", cost(costs["verify"], chosen, overall["mean_accepted_length"], nodes_per_step(evaluation))
     if rows := evaluation.get("load"):
         yield "load", load(rows)
@@ -57,6 +58,8 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
     for prefix, (name, _, _) in TRAINING.items():
         if (figure := training(training_log, prefix)) is not None:
             yield name, figure
+    if sizes := evaluation["tree"].get("steps"):
+        yield "tree_sizes", tree_sizes({int(n): steps for n, steps in sizes.items()})
     if choices := evaluation["tree"].get("choices"):
         parts = [(short_name(part["drafter"]), part["choices"]) for part in evaluation["tree"].get("drafters", [])]
         widths = [(name, 1 + max((path[0] for path in paths), default=-1)) for name, paths in parts]
@@ -150,21 +153,24 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 
 @styled
-def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, per_step: float | None = None) -> Figure:
+def cost(
+    verify: Mapping[Any, float], nodes: int | None, mean_accepted: float | None, per_step: float | None = None
+) -> Figure:
     """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1). ``nodes``, the
-    size of the draft tree, is marked on the curve, and so is ``per_step``, the mean size of the verified trees, which
-    other drafters enlarge and early stops reduce."""
+    size of the draft tree (None: it is chosen in every step), is marked on the curve, and so is ``per_step``, the mean
+    size of the verified trees, which other drafters enlarge and early stops reduce."""
     sizes, seconds = np.array(sorted((int(n), s) for n, s in verify.items())).T  # JSON has turned n into a string
     relative = seconds / seconds[0]
     figure, axes = new_axes()
     axes.plot(sizes, relative, "o-", color=MUTED, markersize=4, label="cost of one verification")
     if mean_accepted is not None:
         axes.axhline(mean_accepted, color=ACCENT, linestyle="--", label=f"tokens committed: {mean_accepted:.2f}")
-    at = float(np.interp(nodes, sizes, relative))
-    differs = per_step is not None and abs(per_step - nodes) >= 0.05
-    face = "white" if differs else WARM
-    label = f"chosen tree: {nodes} tokens, {at:.2f}"
-    axes.plot([nodes], [at], "D", color=WARM, markerfacecolor=face, markersize=9, label=label)
+    differs = per_step is not None and (nodes is None or abs(per_step - nodes) >= 0.05)
+    if nodes is not None:
+        at = float(np.interp(nodes, sizes, relative))
+        face = "white" if differs else WARM
+        label = f"chosen tree: {nodes} tokens, {at:.2f}"
+        axes.plot([nodes], [at], "D", color=WARM, markerfacecolor=face, markersize=9, label=label)
     if per_step is not None and differs:
         at = float(np.interp(per_step, sizes, relative))
         label = f"average step: {per_step:.1f} tokens, {at:.2f}"
@@ -252,6 +258,20 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     columns = min(len(handles), 6)
     figure.legend(handles=handles, title="draft position", loc="outside lower center", ncols=columns, columnspacing=1.2)
+    return figure
+
+
+@styled
+def tree_sizes(steps: Mapping[int, int]) -> Figure:
+    """Draw the share of steps by the number of tokens that they verify, the root included."""
+    figure, axes = new_axes()
+    total = sum(steps.values())
+    colours = [SOFT if n > 1 else MUTED for n in steps]
+    axes.bar([*steps], [count / total for count in steps.values()], width=0.8, color=colours)
+    axes.set(xlabel="tokens verified in a step (1: no draft)", ylabel="steps", xlim=(0.3, max(steps) + 0.7))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=False, axis="x")
     return figure
 
 

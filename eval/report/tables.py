@@ -367,8 +367,9 @@ def _drafted(evaluation: dict[str, Any]) -> str:
     """Describe the drafts: the tree's setting and size, other drafters' sizes, and a step's mean number of nodes."""
     tree = evaluation["tree"]
     (first, *others), average = tree.get("drafters", [tree]), nodes_per_step(evaluation)
+    limit = "up to " if "steps" in tree else ""
     more = [f"up to {part['nodes'] - 1} of {part['drafter']}" for part in others]
-    text = ", ".join([tree["spec"], " and ".join([f"{first['nodes']} nodes", *more])])
+    text = ", ".join([tree["spec"], " and ".join([f"{limit}{first['nodes']} nodes", *more])])
     varies = average is not None and f"{average:.1f}" != f"{tree['nodes']:.1f}"
     return text + (f" ({average:.1f} per step on average)" if varies else "")
 

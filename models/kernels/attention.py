@@ -98,7 +98,7 @@ def grouped_sdpa(
         queries.append(query)
     options = Options(dropout, scaling, s_aux, softcap)
     if isinstance(attention_mask, PackedMask):
-        return packed_attention(query, key, value, attention_mask, options).transpose(1, 2), None
+        return packed_attention(query, key, value, attention_mask, options, compiled).transpose(1, 2), None
     if isinstance(attention_mask, OwnMask):
         if sinks_or_caps := [name for name in ("sinks", "softcap") if getattr(options, name) is not None]:
             what = f"a head cannot train a layer whose attention has {sinks_or_caps[0]}"
@@ -106,10 +106,13 @@ def grouped_sdpa(
         # AFMoE takes a view of the result.
         return attention_mask.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
     if compiled and options == Options(scaling=scaling):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if (out := attend(query, key, value, attention_mask, scale)) is not None:
+        if (out := attend(query, key, value, attention_mask, _scale(query, options))) is not None:
             return out, None
     return _attend(query, key, value, attention_mask, options).transpose(1, 2), None
+
+
+def _scale(query: Tensor, options: Options) -> float:
+    return query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:  # [B, H, T, F]
@@ -132,7 +135,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, opti
     )
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, options: Options = PLAIN) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, options: Options = PLAIN, compiled: bool = False
+) -> Tensor:
     """Return the attention [B, H, T, F] of packed rows, span by span, or by one kernel for all documents. The arguments
     are those of ``grouped_sdpa``. With B = 1, the queries may be only some of the tokens."""
     shape = query.shape[0], query.shape[2]
@@ -144,6 +149,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask
         for span in mask.spans():
             parts = query[span.queries], key[span.keys], value[span.keys]
             q, k, v = (states.transpose(0, 1)[None] for states in parts)
+            if compiled and plain and span.causal and (own := attend(q, k, v, None, _scale(q, options))) is not None:
+                outputs.append(own[0])
+                continue
             seen = None if span.causal else span.seen[None, None]
             outputs.append(_attend(q, k, v, seen, options)[0].transpose(0, 1))
         out = torch.cat(outputs)

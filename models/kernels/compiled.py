@@ -31,7 +31,7 @@ SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
 BUILD_SECONDS = 60  # of one compiler call
 TOLERANCE = 1e-4  # relative error
-MOST_QUERIES = 32  # torch's attention is faster with many more
+MOST_QUERIES = 32  # with a mask: torch's attention is faster with many more
 
 
 class CompiledWeight:
@@ -83,22 +83,22 @@ class CompiledWeight:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
     """Return the attention [B, T, H, E] of ``query`` [B, H, T, E] to ``key`` and ``value`` [B, G, S, E] with an
-    additive ``mask`` [B or 1, 1, T, S], all float32; None without a compiler, and where torch's attention is needed
-    (for gradients) or not slower."""
+    additive ``mask`` [B or 1, 1, T, S], all float32. Without a mask, it is causal if T = S. Return None without a
+    compiler, and where torch's attention is needed (for gradients) or not slower."""
     library, given = skinny_library(), [query, key, value, *([] if mask is None else [mask])]
+    causal = mask is None and query.shape[2] > 1
     if (
         library is None
-        or query.shape[2] > MOST_QUERIES
-        or (mask is None and query.shape[2] > 1)
+        or (query.shape[2] != key.shape[2] if causal else query.shape[2] > MOST_QUERIES)
         or value.shape != key.shape
         or (torch.is_grad_enabled() and any(each.requires_grad for each in given))
         or not all(each.is_cpu and each.dtype == torch.float32 and each.stride(-1) == 1 for each in given)
     ):
         return None
-    return _attend(library, given, scale)
+    return _attend(library, given, scale, causal)
 
 
-def _attend(library: ctypes.CDLL, given: Sequence[Tensor], scale: float) -> Tensor | None:
+def _attend(library: ctypes.CDLL, given: Sequence[Tensor], scale: float, causal: bool = False) -> Tensor | None:
     """Return ``attend`` of (query, key, value, mask); None if the library does not have it for their width."""
     (batch, heads, queries, width), (_, groups, keys, _) = given[0].shape, given[1].shape
     # A mask for all rows of the batch has a stride of 0.
@@ -106,7 +106,7 @@ def _attend(library: ctypes.CDLL, given: Sequence[Tensor], scale: float) -> Tens
     numbers = (ctypes.c_int64 * 12)(*chain(*strides))
     out = given[0].new_empty(batch, queries, heads, width)
     addresses = [each.data_ptr() for each in given] + [None] * (4 - len(given)) + [out.data_ptr()]
-    known = library.attend(*addresses, numbers, batch, heads, groups, queries, keys, width, scale)
+    known = library.attend(*addresses, numbers, batch, heads, groups, queries, keys, width, scale, causal)
     return out if known else None
 
 
@@ -142,7 +142,7 @@ def skinny_library() -> ctypes.CDLL | None:
     library.width.restype = ctypes.c_int64
     for product in (library.product, library.product_int8):
         product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
-    library.attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 6 + [ctypes.c_float]
+    library.attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 6 + [ctypes.c_float, ctypes.c_int64]
     library.attend.restype = ctypes.c_int64
     # All must agree with torch; the products with one tile and with several.
     generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
@@ -155,8 +155,11 @@ def skinny_library() -> ctypes.CDLL | None:
                 return None
     query, key = x.view(1, 6, 5, 300)[..., :128], weight.view(1, 2, 100, 300)[..., :128]
     mask = weight.new_zeros(1, 1, 5, 100).masked_fill_(torch.ones(5, 100).tril(40) == 0, -torch.inf)
-    attended = _attend(library, (query, key, key, mask), 0.1)
-    expected = F.scaled_dot_product_attention(query, key, key, mask, scale=0.1, enable_gqa=True).transpose(1, 2)
-    if attended is None or not (attended - expected).abs().max() <= TOLERANCE:
-        return None
+    text = weight.view(1, 4, 50, 300)[..., :128]
+    for given, is_causal in (((query, key, key, mask), False), ((text, text[:, :2], text[:, 2:]), True)):
+        attended = _attend(library, given, 0.1, is_causal)
+        seen = None if is_causal else mask
+        expected = F.scaled_dot_product_attention(*given[:3], seen, 0.0, is_causal, scale=0.1, enable_gqa=True)
+        if attended is None or not (attended - expected.transpose(1, 2)).abs().max() <= TOLERANCE:
+            return None
     return library

@@ -167,8 +167,8 @@ extern "C" void product_int8(
     multiply(x, packed, scale, bias, y, rows, inputs, outputs);
 }
 
-// Attention of a few queries to all keys of a cache, softmax(q k^T * scale + mask) v, in float32. A query's result does
-// not depend on the others.
+// Attention in float32: of a few queries to all keys of a cache, softmax(q k^T * scale + mask) v, and of all tokens of
+// a text to themselves and earlier ones. A query's result does not depend on the others.
 
 // {a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...}
 template <int... I>
@@ -210,6 +210,20 @@ struct Strided {
     const float* at(int64_t n, int64_t h, int64_t i) const { return data + n * row + h * head + i * step; }
 };
 
+// Replace a query's scores, of `size` keys, by e^(score - largest); return their sum.
+static inline float exponentials(float* scores, int64_t size, Vector largest) {
+    float top = largest[0], sum = 0;
+    for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    Vector total = {};
+    for (int64_t j = 0; j < size; j += LANES) {
+        const Vector weight = exponential(read(scores + j) - top);
+        std::memcpy(scores + j, &weight, sizeof(weight));
+        total += weight;
+    }
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    return sum;
+}
+
 // The weights [queries, stride] of one head before division by their sums [queries]; keys beyond the last have none.
 template <int COUNT>
 static void weigh(
@@ -218,7 +232,7 @@ static void weigh(
 ) {
     const int64_t stride = (keys + LANES - 1) / LANES * LANES;
     for (int64_t t = 0; t < queries; t++) {
-        Vector query[COUNT], largest = Vector{} - INFINITY, total = {};
+        Vector query[COUNT], largest = Vector{} - INFINITY;
         for (int c = 0; c < COUNT; c++) query[c] = read(q + t * q_step + c * LANES) * scale;
         const auto score = [&](int64_t j, int64_t count) __attribute__((always_inline)) {
             Vector dots[LANES], seen = {};
@@ -236,15 +250,7 @@ static void weigh(
         const int64_t whole = keys / LANES * LANES;
         for (int64_t j = 0; j < whole; j += LANES) score(j, LANES);
         if (whole < keys) score(whole, keys - whole);
-        float top = largest[0];
-        for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
-        for (int64_t j = 0; j < keys; j += LANES) {
-            const Vector weight = exponential(read(weights + t * stride + j) - top);
-            std::memcpy(weights + t * stride + j, &weight, sizeof(weight));
-            total += weight;
-        }
-        totals[t] = 0;
-        for (int i = 0; i < LANES; i++) totals[t] += total[i];
+        totals[t] = exponentials(weights + t * stride, keys, largest);
     }
 }
 
@@ -269,13 +275,30 @@ static constexpr auto adders_of(std::integer_sequence<int, LESS...>) {
     return std::array<decltype(&add_values<COUNT, 1>), sizeof...(LESS)>{add_values<COUNT, LESS + 1>...};
 }
 
+// Write the means [queries, width] of the values of one head by their weights.
+template <int COUNT>
+static void average(
+    const float* weights, int64_t stride, const float* totals, const float* v, int64_t step,
+    int64_t queries, int64_t keys, float* out, int64_t out_step
+) {
+    constexpr int WIDE = COUNT > 4 && COUNT % 2 == 0 ? COUNT / 2 : COUNT, ROWS = MOST * VECTORS / WIDE;
+    static constexpr auto ADDERS = adders_of<WIDE>(std::make_integer_sequence<int, ROWS>());
+    for (int part = 0; part < COUNT * LANES; part += WIDE * LANES) {
+        const int64_t tiles = (queries + ROWS - 1) / ROWS;
+        for (int64_t tile = 0, t = 0; tile < tiles; tile++) { // of nearly the same size
+            const int64_t count = (queries - t) / (tiles - tile);
+            ADDERS[count - 1](weights + t * stride, stride, v + part, step, keys, totals + t, out + t * out_step + part,
+                              out_step);
+            t += count;
+        }
+    }
+}
+
 template <int COUNT>
 static void attend_with(
     Strided q, Strided k, Strided v, Strided mask, float* out,
     int64_t batch, int64_t heads, int64_t groups, int64_t queries, int64_t keys, float scale
 ) {
-    constexpr int WIDE = COUNT > 4 && COUNT % 2 == 0 ? COUNT / 2 : COUNT, ROWS = MOST * VECTORS / WIDE;
-    static constexpr auto ADDERS = adders_of<WIDE>(std::make_integer_sequence<int, ROWS>());
     const int64_t stride = (keys + LANES - 1) / LANES * LANES, size = COUNT * LANES;
 #pragma omp parallel
     {
@@ -288,42 +311,99 @@ static void attend_with(
             const float* seen = mask.data ? mask.at(row, 0, 0) : nullptr;
             weigh<COUNT>(q.at(row, head, 0), q.step, k.at(row, group, 0), k.step, seen, mask.step, queries, keys, scale,
                          weights.data(), totals.data());
-            for (int part = 0; part < COUNT; part += WIDE) {
-                const float* value = v.at(row, group, 0) + part * LANES;
-                const int64_t tiles = (queries + ROWS - 1) / ROWS;
-                for (int64_t tile = 0, t = 0; tile < tiles; tile++) { // of nearly the same size
-                    const int64_t count = (queries - t) / (tiles - tile);
-                    float* mean = out + ((row * queries + t) * heads + head) * size + part * LANES;
-                    const float* weight = weights.data() + t * stride;
-                    ADDERS[count - 1](weight, stride, value, v.step, keys, totals.data() + t, mean, heads * size);
-                    t += count;
-                }
+            average<COUNT>(weights.data(), stride, totals.data(), v.at(row, group, 0), v.step, queries, keys,
+                           out + (row * queries * heads + head) * size, heads * size);
+        }
+    }
+}
+
+// Causal attention of all `tokens`. The keys of a group are stored as weights of a product, [blocks, width, WIDTH], and
+// QUERIES at a time are multiplied by those that the last of them sees.
+template <int COUNT>
+static void attend_causally(
+    Strided q, Strided k, Strided v, float* out,
+    int64_t batch, int64_t heads, int64_t groups, int64_t tokens, float scale
+) {
+    constexpr int QUERIES = 24; // a multiple of MOST
+    constexpr int64_t SIZE = COUNT * LANES;
+    const int64_t blocks = (tokens + WIDTH - 1) / WIDTH, spans = (tokens + QUERIES - 1) / QUERIES;
+    static thread_local std::vector<float> keys_of_caller;
+    keys_of_caller.resize(batch * groups * blocks * SIZE * WIDTH);
+    float* const packed = keys_of_caller.data();
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t n = 0; n < batch * groups * blocks; n++) {
+            const int64_t group = n / blocks, first = n % blocks * WIDTH;
+            for (int64_t j = 0; j < WIDTH; j++) {
+                const bool exists = first + j < tokens;
+                const float* key = k.at(group / groups, group % groups, exists ? first + j : 0);
+                for (int64_t c = 0; c < SIZE; c++) packed[(n * SIZE + c) * WIDTH + j] = exists ? key[c] : 0;
             }
+        }
+        static thread_local std::vector<float> weights, queries;
+        weights.resize(QUERIES * blocks * WIDTH);
+        queries.resize(QUERIES * SIZE);
+        float sums[MOST * WIDTH], totals[QUERIES];
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < batch * heads * spans; n++) {
+            const int64_t head = n % heads, row = n / heads % batch, group = head * groups / heads;
+            const int64_t first = (spans - 1 - n / (batch * heads)) * QUERIES; // the longest spans first
+            const int64_t count = tokens - first < QUERIES ? tokens - first : QUERIES, seen = first + count;
+            const int64_t used = (seen + WIDTH - 1) / WIDTH, stride = used * WIDTH;
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t c = 0; c < SIZE; c++) queries[t * SIZE + c] = q.at(row, head, first + t)[c] * scale;
+            for (int64_t b = 0; b < used; b++)
+                for (int64_t t = 0; t < count; t += MOST) {
+                    const int64_t size = count - t < MOST ? count - t : MOST;
+                    const float* key = packed + ((row * groups + group) * blocks + b) * SIZE * WIDTH;
+                    TILES<float, LATER>[size - 1](queries.data() + t * SIZE, key, sums, SIZE, SIZE, SIZE, 0, true);
+                    float* scores = weights.data() + t * stride + b * WIDTH;
+                    for (int64_t m = 0; m < size; m++)
+                        std::memcpy(scores + m * stride, sums + m * WIDTH, WIDTH * sizeof(float));
+                }
+            for (int64_t t = 0; t < count; t++) {
+                float* scores = weights.data() + t * stride;
+                Vector largest = Vector{} - INFINITY;
+                for (int64_t j = first + t + 1; j < stride; j++) scores[j] = -INFINITY;
+                for (int64_t j = 0; j < stride; j += LANES) {
+                    const Vector score = read(scores + j);
+                    largest = choose(score > largest, score, largest);
+                }
+                totals[t] = exponentials(scores, stride, largest);
+            }
+            average<COUNT>(weights.data(), stride, totals, v.at(row, group, 0), v.step, count, seen,
+                           out + ((row * tokens + first) * heads + head) * SIZE, heads * SIZE);
         }
     }
 }
 
 // out: [batch, queries, heads, width]. `strides`: of rows, heads and queries or keys, of q, k, v and mask; the last
-// dimension of each is contiguous. mask is added to the scores, null: none. Returns 0 if this width is not supported.
+// dimension of each is contiguous. mask is added to the scores, null: none. With `causal`, queries and keys are of the
+// same tokens, without a mask. Returns 0 if this width is not supported.
 extern "C" int64_t attend(
     const float* q, const float* k, const float* v, const float* mask, float* out, const int64_t* strides,
-    int64_t batch, int64_t heads, int64_t groups, int64_t queries, int64_t keys, int64_t width, float scale
+    int64_t batch, int64_t heads, int64_t groups, int64_t queries, int64_t keys, int64_t width, float scale,
+    int64_t causal
 ) {
     const float* data[] = {q, k, v, mask};
-    Strided given[4];
+    std::array<Strided, 4> given;
     for (int i = 0; i < 4; i++) given[i] = {data[i], strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
-    const auto run = [&](auto attention) {
-        attention(given[0], given[1], given[2], given[3], out, batch, heads, groups, queries, keys, scale);
+    const auto run = [&](auto count) {
+        constexpr int COUNT = decltype(count)::value;
+        const auto [query, key, value, seen] = given;
+        if (causal) attend_causally<COUNT>(query, key, value, out, batch, heads, groups, queries, scale);
+        else attend_with<COUNT>(query, key, value, seen, out, batch, heads, groups, queries, keys, scale);
         return 1;
     };
     switch (width % LANES ? 0 : width / LANES) {
-        case 1: return run(attend_with<1>);
-        case 2: return run(attend_with<2>);
-        case 4: return run(attend_with<4>);
-        case 5: return run(attend_with<5>);
-        case 6: return run(attend_with<6>);
-        case 8: return run(attend_with<8>);
-        case 16: return run(attend_with<16>);
+        case 1: return run(std::integral_constant<int, 1>());
+        case 2: return run(std::integral_constant<int, 2>());
+        case 4: return run(std::integral_constant<int, 4>());
+        case 5: return run(std::integral_constant<int, 5>());
+        case 6: return run(std::integral_constant<int, 6>());
+        case 8: return run(std::integral_constant<int, 8>());
+        case 16: return run(std::integral_constant<int, 16>());
     }
     return 0;
 }

@@ -21,7 +21,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import decode_batch, default_draft_config
+from drafthead.models.decoding.loop import decode_batch, static_draft_config
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
@@ -215,7 +215,7 @@ def test_batches_have_their_own_trees(finished: Path, step_costs: Any) -> None:
     settings = ("tree_batches=[2,8]", "stages=[tree]")
     base, head = load_base_and_head(train(finished, *settings) / "head")
     assert step_costs.rows == [1, 2, 8]
-    one, two, seven, eight, many = (default_draft_config(head, rows).tree for rows in (1, 2, 7, 8, 16))
+    one, two, seven, eight, many = (static_draft_config(head, rows).tree for rows in (1, 2, 7, 8, 16))
     assert head.tree_costs is not None and {*head.tree_costs.costs} == {1, 2, 8} == {*head.tree_costs.speedup}
     by_cost = DraftConfig(tree=CostTree(costs=head.tree_costs, depth=head.depth))
     results = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, draft_config=by_cost, ignore_eos=True)

@@ -230,6 +230,16 @@ def test_drafters_of_one_tree_are_told_apart(compared: dict[str, Any], tmp_path:
     assert len({str(colour) for colour in colours}) == 3, "the root and two drafters"
 
 
+def test_trees_by_cost_are_drawn_by_their_sizes(compared: dict[str, Any]) -> None:
+    tree = {"spec": "cost", "nodes": 32, "steps": {"1": 1, "5": 3}}
+    evaluation = compared | {"tree": tree, "costs": {"verify": COSTS}}
+    line = "tree: cost, up to 32 nodes (5.0 per step on average), draft sampling top_k"
+    assert tables.rule_line(evaluation).endswith(line)
+    figures = dict(plots.draw_figures(evaluation, []))
+    assert [bar.get_height() for bar in figures["tree_sizes"].axes[0].patches] == [0.25, 0.75]
+    assert not [text for text in figures["cost"].axes[0].get_legend().get_texts() if "chosen" in text.get_text()]
+
+
 def test_no_text_of_a_figure_is_cut_off(compared: dict[str, Any]) -> None:
     evaluation = compared | {"costs": {"verify": COSTS}}
     for name, figure in plots.draw_figures(evaluation, LOG):

@@ -232,13 +232,29 @@ def test_attention_of_a_few_queries(batch: int, keys: int, width: int) -> None:
     )
 
 
+@pytest.mark.parametrize("heads, groups, width", [(9, 3, 64), (4, 4, 16), (6, 2, 80), (8, 1, 128), (2, 1, 256)])
+def test_causal_attention_equals_torch(heads: int, groups: int, width: int) -> None:
+    """Also of tensors that are not contiguous, and of every prefix alike."""
+    if skinny_library() is None:
+        pytest.skip("no C++ compiler here")
+    torch.manual_seed(0)
+    states = torch.randn(2, 131, heads + 2 * groups, width).transpose(1, 2)
+    query, key, value = states.split([heads, groups, groups], 1)
+    whole = attend(query, key, value, None, 0.2)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(whole.transpose(1, 2), expected, rtol=1e-4, atol=1e-4)
+    for tokens in (2, 12, 24, 25, 32, 33, 64, 97, 130):
+        part = attend(*(each[:, :, :tokens] for each in (query, key, value)), None, 0.2)
+        assert torch.equal(part, whole[:, :tokens]), "a token's result depends on later ones"
+
+
 def test_attention_that_is_left_to_torch() -> None:
     query, key = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 40, 16)
     mask = torch.zeros(1, 1, 2, 40)
     assert skinny_library() is None or attend(query, key, key, mask, 1.0) is not None
     many = torch.randn(1, 4, MOST_QUERIES + 1, 16), key, key, torch.zeros(1, 1, MOST_QUERIES + 1, 40)
     for given in (
-        (query, key, key, None),  # causal
+        (query, key, key, None),  # causal, but not of the keys' tokens
         (query, key, key, mask == 0),
         (query.double(), key.double(), key.double(), mask.double()),
         (query, key, torch.randn(1, 2, 40, 32), mask),
