@@ -59,6 +59,7 @@ def evaluate(
     candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
+    costs_after: Callable[[], CostModel] | None = None,
     training_log: Sequence[dict[str, Any]] = (),
     development: Sequence[Answer] | None = None,
     training_data: str | None = None,
@@ -67,9 +68,10 @@ def evaluate(
     Finished prompts are stored in ``eval-log-*.jsonl``, from which an interrupted evaluation resumes. ``head`` is the
     drafter that "head" means in ``config.baselines`` (default: ``drafter``). ``candidates`` are more drafters to time
     in the same run with the same rule, by name. ``costs`` and ``development``, the base's answers to the dev half, are
-    for the prediction; missing answers are generated. ``calibration``, ``training_log`` (rows of ``metrics.jsonl``) and
-    ``training_data`` (one line of text) are for the report. Return the contents of ``eval.json``, and "resumed": [turns
-    that an earlier run had answered, all turns]."""
+    for the prediction; missing answers are generated. ``costs_after`` measures the costs again after the timed run, and
+    their mean counts, because the speed of a machine may change. ``calibration``, ``training_log`` (rows of
+    ``metrics.jsonl``) and ``training_data`` (one line of text) are for the report. Return the contents of
+    ``eval.json``, and "resumed": [turns that an earlier run had answered, all turns]."""
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)
     if not config.engines:  # which are asked for answers without a penalty
@@ -78,6 +80,9 @@ def evaluate(
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
         timed = _timed(base, config, compared, folder, display)
+    if costs is not None and costs_after is not None:
+        with display.stage("step costs on this machine, again"):
+            costs = costs.mean_with(costs_after())
     load = measure_load(base, head or drafter, timed.first_turns, config, folder, display)
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None

@@ -23,6 +23,7 @@ All settings and drafters are explained in docs/reference/settings.md.
 
 import json
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.display import Display
 
 TIMED_ON = 8  # prompts of the suite's dev half on which a combined drafter is timed, to predict its speed
+COST_REPEATS = 5  # before and again after the answers
 COSTS = "eval-costs.json"  # so that an evaluation that was stopped need not measure them again
 SETTINGS = "eval-settings.json"  # settings of the results, and a hash of the base, the drafter and this machine
 RESULTS = ("eval.json", "report.html", "results.md", "plots", SETTINGS)
@@ -90,12 +92,13 @@ def main(config: EvalRunConfig) -> None:
             for path in folder.glob("eval-log-*.jsonl"):
                 path.unlink()
         costs = None
+        measure = partial(measure_costs, base, drafter, repeats=COST_REPEATS, progress=display.progress)
+        prompts = development_prompts(base, config, TIMED_ON) if config.costs else []
         if config.costs and config.resume and not (folder / "eval.json").exists():
             costs = load_costs(folder / COSTS, measured)
         if config.costs and costs is None:
             with display.stage("step costs on this machine"):
-                prompts = development_prompts(base, config, TIMED_ON)
-                costs = measure_costs(base, drafter, prompts=prompts, progress=display.progress)
+                costs = measure(prompts=prompts)
             save_costs(folder / COSTS, measured, costs)
         training_log = read_json_lines(default / "metrics.jsonl")
         with display.stage(f"evaluation: {config.suite}"):
@@ -109,6 +112,7 @@ def main(config: EvalRunConfig) -> None:
                 head=head,
                 candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
                 costs=costs,
+                costs_after=partial(measure, prompts=prompts),
                 training_log=training_log,
             )
         write_atomic(folder / "results.md", markdown_table(result))

@@ -1,7 +1,7 @@
 """Cost of a decode step on one machine: verification of n tokens, drafting, and the loop around them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Self, cast
 
 import numpy as np
@@ -63,6 +63,18 @@ class CostModel:
         share = prompt / self.context
         prefill, drafter = self.prefill * share, self.draft_prefill * share
         return (prefill + autoregressive) / (prefill + drafter + speculative)
+
+    def mean_with(self, other: Self) -> Self:
+        """Return the means of both models' times, which must be of the same sizes and depths."""
+
+        def mean(key: str, first: Any, second: Any) -> Any:
+            if isinstance(first, Mapping):
+                return {n: mean(key, first[n], second[n]) for n in first}
+            if isinstance(first, list):
+                return [mean(key, *pair) for pair in zip(first, second, strict=True)]
+            return first if key == "context" or None in (first, second) else (first + second) / 2
+
+        return type(self)(**{f.name: mean(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

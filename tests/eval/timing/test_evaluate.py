@@ -16,7 +16,7 @@ from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.report.tables import console_lines
 from drafthead.eval.timing.methods import methods, transformers_generate
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.files.local import read_json_lines
+from drafthead.files.local import read_json, read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import Drafter, DraftSampling
@@ -135,7 +135,11 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
     config = replace(CONFIG, split="test")
-    evaluation = evaluate(base, head, config, tmp_path / "three", Said(), costs=costs)
+    slower = replace(costs, verify={n: 3 * seconds for n, seconds in costs.verify.items()}, draft_prefill=1.0)
+    evaluation = evaluate(base, head, config, tmp_path / "three", Said(), costs=costs, costs_after=lambda: slower)
+    kept = CostModel.from_json(read_json(tmp_path / "three" / "eval.json")["costs"])
+    assert kept.verify == pytest.approx({n: 2 * seconds for n, seconds in costs.verify.items()})
+    assert kept == replace(costs, verify=kept.verify, draft_prefill=kept.draft_prefill)
     speeds = evaluation["overall"]["autoregressive_tokens_per_second"]
     assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
     ids = [5, 9, 11, 40]
