@@ -177,6 +177,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
             or self.confidence_threshold is not None
             or self.prefix_threshold
             or self.length != "constant"
+            or self.rule.name == "block"
         ):
             return False  # settings of static trees
         return super().by_cost(head)
@@ -235,7 +236,7 @@ class EvalRunConfig(EvalConfig):
     """Keep the finished prompts of an interrupted evaluation. With false, all prompts are measured again."""
     costs: bool = True
     """Measure the costs of a step, one or two minutes on a CPU, to explain the speedup and to forecast it. With false,
-    only answers are timed."""
+    only answers are timed. Trees by cost measure theirs in any case."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Heads, draft lengths and thresholds to choose from by measured speed."""
     dry: bool = False

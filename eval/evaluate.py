@@ -158,7 +158,9 @@ def predict(
     length = mean(len(text.ids) - text.boundary for text in texts)
     prompt = mean(text.boundary for text in texts)
     nodes = simulated.nodes or {draft_config.nodes: 1.0}
-    speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
+    plain, cost = costs.step(1, 0), simulated.cost
+    step = costs.mean_step(nodes, draft_config.depth) if cost is None else plain * cost
+    speedup = costs.answer_speedup(tau, step, length, prompt)
     average = sum(n * share for n, share in nodes.items())
     expected = {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
     return expected | {"answers": len(texts)}

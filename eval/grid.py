@@ -101,6 +101,7 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
     record["default_before"] = {
         "choices": None if head.tree is None else [list(path) for path in head.tree.paths[1:]],
         "confidence_threshold": head.confidence_threshold,
+        "by_cost": head.prefers_cost,
     }
     default = next(row for row in rows if row["head"] == best["head"] and row["default"])
     changed = best["interval"][0] is not None and best["interval"][0] > default["speedup"]

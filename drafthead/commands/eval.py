@@ -71,7 +71,8 @@ def main(config: EvalRunConfig) -> None:
             rows, new = config.batch_size, config.max_new_tokens
             asked = development_prompts(base, config, 4 * rows) if rows > 1 else []
             context = batch_context([len(ids) + new // 2 for ids in asked], rows)
-            ensure_costs(base, head, rows, again=True, context=context, progress=display.progress)
+            again = not config.grid  # which may save the head, with the costs of all its batch sizes
+            ensure_costs(base, head, rows, again=again, context=context, progress=display.progress)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
     assert isinstance(head, DraftHead) or not config.grid  # its folder was checked

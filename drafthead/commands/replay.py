@@ -40,7 +40,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.cost_model import CostModel
 from drafthead.models.decoding.drafter import Drafter, DraftSampling
-from drafthead.models.decoding.loop import check_ids
+from drafthead.models.decoding.loop import check_ids, static_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
@@ -144,7 +144,8 @@ def main(config: ReplayConfig) -> None:
     others = [*([] if rows else [config.head]), *config.drafters]
     for spec in others:
         with display.stage(f"{spec}, drafted at every position"):
-            drafter, draft_config = build_drafter(parse_drafter(spec), base, head, head_config, config.tree_nodes)
+            own = static_draft_config(head) if head.by_cost else head_config
+            drafter, draft_config = build_drafter(parse_drafter(spec), base, head, own, config.tree_nodes)
             simulated = simulate_texts(
                 base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
             )

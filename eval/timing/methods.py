@@ -24,7 +24,7 @@ from drafthead.models.decoding.loop import EXACT, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 from drafthead.models.drafters.draft_model import ModelDrafter
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.drafters.expression import build_drafter, head_leads, parse_drafter
 
 TRANSFORMERS = "hf_"  # prefix of transformers' own speculative methods
 
@@ -130,8 +130,9 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 
 def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> Method:
     if (stock_method := _transformers_method(spec)) is None:
-        config_of_head, nodes = config.draft_config(head), config.tree_nodes
-        return _decoded(base, *build_drafter(parse_drafter(spec), base, head, config_of_head, nodes), config)
+        expression, nodes = parse_drafter(spec), config.tree_nodes
+        own = config if head_leads(expression) or not config.by_cost(head) else replace(config, tree="static")
+        return _decoded(base, *build_drafter(expression, base, head, own.draft_config(head), nodes), config)
     kind, detail = stock_method
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))

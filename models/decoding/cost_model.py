@@ -53,12 +53,14 @@ class CostModel:
         """Return the speedup, without the prefill, if a step with this tree commits ``tokens`` on average."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
-    def answer_speedup(
-        self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
-    ) -> float:
+    def mean_step(self, nodes: Mapping[int, float], depth: int) -> float:
+        """Return the mean seconds of steps with trees of ``depth``. ``nodes`` maps each tree size to its share of the
+        steps, because verification time is not linear in the size."""
+        return sum(share * self.step(n, depth) for n, share in nodes.items())
+
+    def answer_speedup(self, tokens: float, step: float, length: float, prompt: float) -> float:
         """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
-        ``nodes`` maps each tree size to its share of the steps, because verification time is not linear in the size."""
-        step = sum(share * self.step(n, depth) for n, share in nodes.items())
+        A step takes ``step`` seconds and commits ``tokens`` on average."""
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
         share = prompt / self.context
         prefill, drafter = self.prefill * share, self.draft_prefill * share

@@ -237,7 +237,8 @@ class Drafter(ABC):
     confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
     tree_costs: TreeCosts | None = None  # for trees by cost; None: not measured
     drafts_by_cost: bool = False  # the session can draft a ``CostTree``
-    prefers_cost: bool = False  # in calibration, a tree by cost was faster than ``tree``; only with ``tree_costs``
+    prefers_cost: bool = False  # in calibration, trees by cost were expected to be faster than ``tree``
+    is_certain: bool = False  # the target cannot choose other tokens
     reads_base: bool = False  # needs the base's hidden states, so it cannot continue tokens that the base has not read
     early_exit_layers: int = 0
     """The target's first layers, which the drafter runs itself in the target's cache. Verification runs only the
@@ -246,6 +247,11 @@ class Drafter(ABC):
     has_confidence: bool = False  # ``StepwiseSession.confidence`` predicts the acceptance of a single child
     vocab_size: int | None = None  # bound of proposed ids; None: ids are copied from the context, so none is needed
     base_fingerprint: str | None = None  # of the base that the drafter belongs to; None: any base
+
+    @property
+    def by_cost(self) -> bool:
+        """True if trees by cost are the default. A confidence threshold is for static trees."""
+        return self.prefers_cost and self.tree_costs is not None and self.confidence_threshold == 0
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:

@@ -40,8 +40,9 @@ def generate(
         drafter: a head that was loaded for ``base``, another drafter, or None for plain decoding.
         prompt: a user's message, to which the chat template is applied, or token ids, [T] or [1, T], used unchanged.
         max_new_tokens: largest number of tokens in the answer; EOS may end it earlier.
-        draft_config: the tree to draft; by default the drafter's calibrated tree, or a chain over all its positions.
-        tree: the name of another tree, such as ``cost``, ``chain:3`` or ``dynamic:16``.
+        draft_config: the tree to draft; by default trees by cost if the drafter prefers them, else its calibrated
+            tree, or else a chain over all its positions.
+        tree: the name of another tree, such as ``static``, ``cost``, ``chain:3`` or ``dynamic:16``.
         sampler: temperature, top-p and so on; by default greedy decoding.
         rule: the acceptance rule; by default the exact one.
         seed: seed of the random numbers, if the answer is sampled.

@@ -35,8 +35,9 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
-    """Return a config with a tree by cost if the drafter ``prefers_cost``, else its static tree."""
-    if drafter is not None and drafter.prefers_cost and drafter.tree_costs is not None:
+    """Return a config with a tree by cost if that is the drafter's default, else its static tree."""
+    if drafter is not None and drafter.by_cost:
+        assert drafter.tree_costs is not None
         return DraftConfig(tree=CostTree(costs=drafter.tree_costs, depth=drafter.depth))
     return static_draft_config(drafter, rows)
 
@@ -270,7 +271,9 @@ def prepare(
             raise UserError(f"{setting} must be at least 1, got {value}")
     for number, ids in enumerate(prompts):
         check_ids(base, ids, max_new_tokens, name.format(number) if len(prompts) > 1 else "the prompt")
-    draft_config = draft_config or default_draft_config(drafter, rows)
+    if draft_config is None:  # block verification needs a chain
+        default = static_draft_config if rule.name == "block" else default_draft_config
+        draft_config = default(drafter, rows)
     if drafter is not None and isinstance(draft_config.tree, DynamicTree | CostTree):
         draft_config = draft_config.truncate(drafter.depth)
     if draft_config.adaptive is not None and rows > 1:

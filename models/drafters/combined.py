@@ -26,6 +26,7 @@ from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.cost_growth import other_drafts, price_drafts
 from drafthead.models.decoding.cost_tree import AcceptanceModel, CostTree
+from drafthead.models.decoding.coupling import Coupling
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.random_source import RandomSource
@@ -124,7 +125,7 @@ class CombinedDrafter(CompositeDrafter):
         self.names = tuple(names or (type(drafter).__name__ for drafter in drafters))
         self.tree = union(self.trees)
         self.tree_costs, self.drafts_by_cost = drafters[0].tree_costs, drafters[0].drafts_by_cost
-        self.prefers_cost = drafters[0].prefers_cost
+        self.prefers_cost = trees is None and nodes is None and drafters[0].by_cost
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.trees, self.nodes)
@@ -181,11 +182,12 @@ class CombinedSession(CompositeSession):
         assert isinstance(config.tree, CostTree)
         drafter, session = self.drafter, self.sessions[0]
         grows = isinstance(session, StepwiseSession)
-        scored = []
+        scored = list[tuple[Proposal, AcceptanceModel, Coupling | None]]()
         for part, tree, other in list(zip(drafter.drafters, drafter.trees, self.sessions, strict=True))[grows:]:
             likeliest = DraftConfig(tree=tree.truncate(min(config.depth, part.depth)), likelihoods=True)
-            if isinstance(part, StepwiseDrafter):  # its likelihoods know the random numbers
+            if isinstance(part, StepwiseDrafter):
                 likeliest = replace(likeliest, coupling=config.coupling)
+            if part.is_certain or isinstance(part, StepwiseDrafter):  # whose likelihoods know the random numbers
                 scored.append((other.draft(last_token, likeliest), AcceptanceModel(), None))
             else:
                 scored.append((other.draft(last_token, likeliest), config.tree.costs.lookup, config.coupling))

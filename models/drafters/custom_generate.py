@@ -23,10 +23,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import DecodingSequence, default_draft_config, prepare
+from drafthead.models.decoding.loop import DecodingSequence, default_draft_config, prepare, static_draft_config
 from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
 from drafthead.models.decoding.sampling import Contexts, Sampler, TargetSampler
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.drafters.expression import build_drafter, head_leads, parse_drafter
 from drafthead.models.drafters.forced import Constraint, bind
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
@@ -60,7 +60,8 @@ def custom_generate(
     Args:
         head: a folder or a Hub repository, or a loaded head; None if ``drafter`` does not use it.
         revision: branch, tag or commit of a repository.
-        draft_config: the tree to draft with ``head``; by default its calibrated tree.
+        draft_config: the tree to draft with ``head``; by default the one that was expected to be fastest when the head
+            was trained: its calibrated tree, or trees by cost, with the costs stored with the head.
         drafter: the drafter around the head, as in ``drafthead eval``. ``head+forced`` also drafts the tokens that
             ``prefix_allowed_tokens_fn`` or another logits processor forces.
         coupled: with ``do_sample``, let drafts know the random numbers by which the output is drawn, so that more of
@@ -93,8 +94,8 @@ def custom_generate(
         streamer = call.get("streamer")
         replay = Replay(input_ids, padding, logits_processor, stopping_criteria, generation_config, streamer)
         with attached(model, source) as (base, loaded):
-            # A batch has a tree of its own.
-            own = None if loaded is None else default_draft_config(loaded, len(input_ids))
+            default = default_draft_config if head_leads(expression) else static_draft_config
+            own = None if loaded is None else default(loaded, len(input_ids))
             replay.run(base, *build_drafter(expression, base, loaded, draft_config or own), coupled)
         return replay.output()
 

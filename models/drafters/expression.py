@@ -97,12 +97,13 @@ class DrafterConfig:
     one tree, ``relay:A@2+B@4`` along one path (up to 2 drafts of A, then 4 of B), ``nested:A@6+B`` (B drafts for A, A
     for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
+    """Nodes up to which A's likeliest drafts fill the static tree of ``A+B``, root included. B drafts first, is never
     cut, and may leave A no room. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
     tree: str = "head"
     """Draft tree: head, static, cost[:NODES], chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json.
     ``static`` is the head's own tree, calibrated in training, or else a chain. ``cost`` drafts in each step only what
-    pays on this machine, up to NODES nodes (32). ``head`` is the one of the two that was faster in training.
+    pays on this machine, up to NODES nodes (32). ``head`` is the one of the two that was expected to be faster when
+    the head was trained.
     ``expansion`` lists the children of a node per level (SpecInfer). ``dynamic`` grows a tree of NODES nodes in each
     step, and expands WIDTH nodes per level (EAGLE-2)."""
 
@@ -113,28 +114,21 @@ class DrafterConfig:
         tree = parse_tree(self.tree, 1, UNMEASURED)
         if tree is None:
             read_json(Path(self.tree))
-        if isinstance(tree, CostTree) and not self._head_leads:
-            raise UserError(f"tree={self.tree} is for the drafter head or head+B, not for {self.drafter}")
-
-    @property
-    def _head_leads(self) -> bool:
-        """True for ``head`` and for ``head+B``, which can choose trees by cost."""
-        first = parse_drafter(self.drafter)
-        while first.kind == "combine":
-            first = first.parts[0]
-        return first.kind == "head"
+        if isinstance(tree, CostTree) and not head_leads(parse_drafter(self.drafter)):
+            raise UserError(f"tree={self.tree} is for drafter=head and drafter=head+B, not for {self.drafter}")
+        if isinstance(tree, CostTree) and self.tree_nodes is not None:
+            raise UserError(f"tree_nodes is for static trees; leave it out, and write tree=cost:{self.tree_nodes}")
 
     def by_cost(self, head: Drafter) -> bool:
         """Return True if trees of ``head`` are chosen by cost."""
         if self.tree == "head":
-            return head.prefers_cost and self._head_leads
+            return head.by_cost and self.tree_nodes is None and head_leads(parse_drafter(self.drafter))
         return isinstance(parse_tree(self.tree, 1, UNMEASURED), CostTree)
 
     def tree_of(self, head: Drafter, rows: int = 1) -> TokenTree | DynamicTree | CostTree:
         """Return the tree of ``head`` for a batch of ``rows``."""
         if self.tree in ("head", "static"):
-            by_cost = self.by_cost(head)
-            return (default_draft_config if by_cost else static_draft_config)(head, rows).tree
+            return (default_draft_config if self.by_cost(head) else static_draft_config)(head, rows).tree
         tree = parse_tree(self.tree, head.depth, head.tree_costs)
         return read_tree(Path(self.tree), head.depth) if tree is None else tree
 
@@ -230,6 +224,13 @@ def _unknown(text: str) -> UserError:
     return UserError(f"{text!r} names neither a folder nor a known drafter or method; give any of {FORMS}")
 
 
+def head_leads(expression: Expression) -> bool:
+    """Return True for the command's head alone and for ``head+B``, whose trees can be chosen by cost."""
+    first = expression.parts[0] if expression.kind == "combine" else expression
+    limited = first.most_tokens is not None and first is not expression
+    return first.kind == "head" and not first.name and not limited
+
+
 def is_drafter(spec: str) -> bool:
     # The path of an existing folder may look like an expression.
     is_expression = "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
@@ -251,9 +252,10 @@ def build_drafter(
     and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
     """
     parts = [build_drafter(operand, base, head, head_config, nodes) for operand in expression.parts]
-    first_config = parts[0][1] if parts else None
-    parts = [(d, static_draft_config(d) if isinstance(config.tree, CostTree) else config) for d, config in parts]
-    if first_config is not None and expression.kind == "combine":
+    if expression.kind == "combine":
+        first_config = parts[0][1]
+        if isinstance(first_config.tree, CostTree):
+            parts[0] = parts[0][0], static_draft_config(parts[0][0])
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
             known = "tree=static, tree=cost, tree=chain:K or tree=expansion:1-1-3"
@@ -263,6 +265,7 @@ def build_drafter(
         tree: TokenTree | CostTree = union(trees)
         if isinstance(first_config.tree, CostTree):
             tree = replace(first_config.tree, depth=drafter.depth)
+        drafter.prefers_cost = nodes is None and parts[0][0].by_cost and expression.parts[0].most_tokens is None
         config = replace(first_config, tree=tree)
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
@@ -273,14 +276,12 @@ def build_drafter(
         drafter, config = head, head_config
     else:
         drafter = KINDS[expression.kind].build(expression, base, parts)
-        config = default_draft_config(drafter)
+        config = static_draft_config(drafter)
         if parts:
             config = replace(parts[0][1], tree=drafter.tree or TokenTree.chain(drafter.depth))
         elif head_config is not None and head_config.draft_sampling is not DraftSampling.TOP_K:
             sampling, sampler = head_config.draft_sampling, head_config.sampler
-            config = replace(
-                static_draft_config(drafter), draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0
-            )
+            config = replace(config, draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0)
     if expression.window is not None:
         drafter = with_window(drafter, expression.window)
     return drafter, config if expression.most_tokens is None else config.truncate(expression.most_tokens)

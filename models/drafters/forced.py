@@ -37,6 +37,7 @@ class ForcedTokens(Drafter):
     candidates for any ``draft_sampling``."""
 
     constraint: Constraint | None = None  # set by ``bind``
+    is_certain = True
 
     def __init__(self, num_tokens: int) -> None:
         self.depth, self.tree = num_tokens, TokenTree.chain(num_tokens)
@@ -84,7 +85,8 @@ class ForcedSession(TextSession):
         if not drafts:
             return root_only(last_token)
         tokens = torch.stack(drafts, -1)[:, None]  # [B, 1, K]
-        return tree_of(last_token, tokens.clamp(min=0), tokens >= 0, draft_config.nodes, None)
+        likelihoods = torch.ones(tokens.shape, device=tokens.device) if draft_config.likelihoods else None
+        return tree_of(last_token, tokens.clamp(min=0), tokens >= 0, draft_config.nodes, likelihoods)
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)

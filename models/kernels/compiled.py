@@ -1,4 +1,5 @@
-"""Matrix products and attention for a few rows: ``skinny.cpp``, compiled for this CPU at first use.
+"""Matrix products and attention for a few rows, and causal attention: ``skinny.cpp``, compiled for this CPU at first
+use.
 
 It needs Linux and a C++ compiler (``CXX``, else ``g++``); otherwise torch's products and attention are used.
 

@@ -7,12 +7,13 @@
 // part of W in the first cache. Each sum adds its inputs in order, whatever the number of rows: a row's result does not
 // depend on the rows beside it.
 //
-// Attention of a few queries follows below. compiled.py builds both for the CPU at hand and calls them.
+// Attention of a few queries, and of whole prompts, follows below. compiled.py builds both for the CPU at hand and calls them.
 
 #include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <omp.h>
 #include <utility>
 #include <vector>
@@ -327,9 +328,8 @@ static void attend_causally(
     constexpr int QUERIES = 24; // a multiple of MOST
     constexpr int64_t SIZE = COUNT * LANES;
     const int64_t blocks = (tokens + WIDTH - 1) / WIDTH, spans = (tokens + QUERIES - 1) / QUERIES;
-    static thread_local std::vector<float> keys_of_caller;
-    keys_of_caller.resize(batch * groups * blocks * SIZE * WIDTH);
-    float* const packed = keys_of_caller.data();
+    const std::unique_ptr<float[]> memory(new float[batch * groups * blocks * SIZE * WIDTH]);
+    float* const packed = memory.get();
 #pragma omp parallel
     {
 #pragma omp for

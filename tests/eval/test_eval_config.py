@@ -49,9 +49,10 @@ def test_trees_by_name(head: MedusaHead, tmp_path: Path) -> None:
 
 
 def test_only_drafts_of_the_head_are_chosen_by_cost() -> None:
-    for drafter in ("relay:head@2+prompt_lookup@4", "prompt_lookup+head", "prompt_lookup"):
-        refuses("tree=cost is for the drafter head or head.B, not for", EvalConfig, drafter=drafter, tree="cost")
-    assert EvalConfig(drafter="(head+forced)+prompt_lookup", tree="cost", baselines=["prompt_lookup"])
+    for drafter in ("relay:head@2+prompt_lookup@4", "prompt_lookup+head", "head@2+prompt_lookup", "head:folder"):
+        refuses("tree=cost is for drafter=head and drafter=head.B, not for", EvalConfig, drafter=drafter, tree="cost")
+    refuses("write tree=cost:5", EvalConfig, drafter="head+prompt_lookup", tree="cost", tree_nodes=5)
+    assert EvalConfig(drafter="head+forced+prompt_lookup", tree="cost", baselines=["prompt_lookup"])
 
 
 @pytest.mark.parametrize("tree", ["expansion:", "expansion:1,0", "dynamic:1", "dynamic:x", "chain:0", "chain:x"])

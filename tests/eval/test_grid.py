@@ -9,7 +9,10 @@ import pytest
 
 from drafthead.eval.config import EvalRunConfig, GridConfig
 from drafthead.eval.grid import grid_candidates, keep_fastest
+from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import CostTree, TreeCosts
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
@@ -54,7 +57,7 @@ def test_every_combination_is_decoded_once(tiny_base: TinyBase, tmp_path: Path) 
     assert {row["name"] for row in record["rows"]} == names
     best = next(row for row in record["rows"] if row["name"] == record["best"])
     assert str(written.parent) == best["head"] and (written.parent / "grid.png").stat().st_size > 5000
-    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9}
+    assert record["default_before"] == {"choices": [[0], [1], [0, 0]], "confidence_threshold": 0.9, "by_cost": False}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,21 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     head = load_head(folder, base)
     assert head.confidence_threshold == (0.3 if changes else 0.9) and head.tree is not None
     assert head.tree.depth == (3 if changes else 2)
+
+
+def test_a_static_winner_replaces_trees_by_cost(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    head = load_head(saved_head(base, tmp_path / "head", 1), base)
+    costs = CostModel(verify={1: 1.0, 8: 1.1}, draft=0.1, overhead=0.0, context=8)
+    head.tree_costs, head.prefers_cost, head.confidence_threshold = TreeCosts(costs={1: costs}), True, 0.0
+    head.save_pretrained(tmp_path / "head")
+    config = EvalRunConfig(head=str(tmp_path / "head"), grid=GridConfig(drafts=[3]))
+    candidates = grid_candidates(base, load_head(tmp_path / "head", base), config)
+    assert [isinstance(candidate.draft_config.tree, CostTree) for candidate in candidates] == [True, False]
+    speedups = dict(zip([candidate.name for candidate in candidates], [(1.2, 1.1), (1.5, 1.21)], strict=True))
+    assert "now the default" in keep_fastest(evaluation_with(speedups), candidates, config, dry=False)
+    assert read_json(tmp_path / "head" / "grid.json")["default_before"]["by_cost"]
+    assert not load_head(tmp_path / "head", base).by_cost
 
 
 @pytest.mark.parametrize(

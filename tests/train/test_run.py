@@ -228,7 +228,7 @@ def test_batches_have_their_own_trees(finished: Path, step_costs: Any) -> None:
     assert step_costs.rows == [1, 2, 8], "nothing is measured twice"
 
 
-@pytest.mark.parametrize("gain, spec", [(1.5, "cost"), (1.0, "head")])
+@pytest.mark.parametrize("gain, spec", [(1.03, "cost"), (1.01, "head")])
 def test_trees_by_cost_are_the_default_where_they_win(
     finished: Path, step_costs: Any, monkeypatch: pytest.MonkeyPatch, gain: float, spec: str
 ) -> None:
@@ -246,6 +246,13 @@ def test_trees_by_cost_are_the_default_where_they_win(
     _, head = load_base_and_head(run / "head")
     assert expected and head.prefers_cost is (spec == "cost")
     assert read_json(run / "eval.json")["tree"]["spec"] == spec
+
+
+def test_trees_by_cost_are_no_default_without_a_fit_or_beside_a_threshold() -> None:
+    context, head = Mock(development_answers=None), Mock(confidence_threshold=0.0, prefers_cost=True)
+    assert "not fitted" in pipeline._choose_by_cost(context, head, Mock()) and not head.prefers_cost
+    context, head = Mock(development_answers=[1]), Mock(confidence_threshold=0.4, prefers_cost=True)
+    assert "confidence threshold" in pipeline._choose_by_cost(context, head, Mock()) and not head.prefers_cost
 
 
 def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:

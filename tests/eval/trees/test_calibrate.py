@@ -196,13 +196,14 @@ def test_what_depends_on_the_text_is_timed_on_prompts(head: MedusaHead) -> None:
 def test_prompts_are_read_at_no_gain() -> None:
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=200, prefill=0.5)
     assert costs.speedup(2.0, 4, 3) == pytest.approx(2.0)
-    assert costs.answer_speedup(2.0, {4: 1.0}, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))
-    assert costs.answer_speedup(2.0, {4: 1.0}, 3, length=50, prompt=100) == pytest.approx((0.25 + 0.5) / (0.25 + 0.25))
+    step = costs.mean_step({4: 1.0}, 3)
+    assert costs.answer_speedup(2.0, step, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.5 + 0.25))
+    assert costs.answer_speedup(2.0, step, length=50, prompt=100) == pytest.approx((0.25 + 0.5) / (0.25 + 0.25))
     stairs = replace(costs, verify={1: 0.01, 2: 0.01, 8: 0.03})  # half of the steps take 10 ms, half 30: 20 on average
-    halves = stairs.answer_speedup(2.0, {2: 0.5, 8: 0.5}, 3, length=50, prompt=200)
+    halves = stairs.answer_speedup(2.0, stairs.mean_step({2: 0.5, 8: 0.5}, 3), length=50, prompt=200)
     assert halves == pytest.approx((0.5 + 0.5) / (0.5 + 50 * 0.02 / 2))
     slow = replace(costs, draft_prefill=0.1)
-    assert slow.answer_speedup(2.0, {4: 1.0}, 3, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.6 + 0.25))
+    assert slow.answer_speedup(2.0, step, length=50, prompt=200) == pytest.approx((0.5 + 0.5) / (0.6 + 0.25))
 
 
 def test_costs_of_a_step() -> None:

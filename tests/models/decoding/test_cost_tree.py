@@ -13,8 +13,10 @@ from torch import Tensor
 
 import drafthead
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.timing.methods import methods
 from drafthead.eval.trees import cost_model
 from drafthead.eval.trees.cost_model import ensure_costs
+from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.candidates import LogitsSource
 from drafthead.models.decoding.cost_growth import DraftTree, grow_by_cost, price_drafts
 from drafthead.models.decoding.cost_model import CostModel
@@ -44,6 +46,7 @@ def costs(verify: dict[int, float], draft: float = 0.0, acceptance: AcceptanceMo
 
 
 CHEAP = {1: 1.0, 2: 1.02, 16: 1.3, 32: 2.0}
+RELAY, LOOKUP = "relay:head@1+prompt_lookup@2", "head+prompt_lookup"
 DEAR = {n: 1.0 + 2.0 * (n - 1) for n in range(1, 33)}
 
 
@@ -307,21 +310,42 @@ def test_a_head_may_prefer_trees_by_cost(tiny_base: TinyBase, tmp_path: Path) ->
     head.save_pretrained(tmp_path)
     head = load_head(tmp_path, base)
     options = {"max_new_tokens": 9, "ignore_eos": True}
-    plain = drafthead.generate(base, None, PROMPTS[0], max_new_tokens=9).tokens
-    for drafter, by_cost in (("head", True), ("head+prompt_lookup", True), ("relay:head@1+prompt_lookup@2", False)):
-        config = EvalConfig(drafter=drafter)
+    plain = decode(base, None, PROMPTS[0], **options).tokens
+    found = EvalConfig(drafter=f"head:{tmp_path}")
+    for config, is_by_cost in (
+        (EvalConfig(), True),
+        (EvalConfig(drafter="head+prompt_lookup"), True),
+        (EvalConfig(drafter="relay:head@1+prompt_lookup@2"), False),
+        (EvalConfig(drafter="head@1+prompt_lookup"), False),
+        (EvalConfig(drafter="head+prompt_lookup", tree_nodes=3), False),
+        (EvalConfig(tree="static"), False),
+        (replace(found, tree="static"), False),
+        (found, False),
+        (EvalConfig(draft_sampling="with_replacement"), False),
+        (EvalConfig(confidence_threshold=0.0), False),
+        (EvalConfig(length="heuristic"), False),
+        (EvalConfig(rule=AcceptanceRule(name="block")), False),
+    ):
         built, draft_config = config.build(base, head, config.draft_config(head))
-        assert isinstance(draft_config.tree, CostTree) is by_cost == config.by_cost(head)
-        answer = decode(base, built, PROMPTS[0], draft_config=draft_config, **options)
-        assert answer.tokens == plain and (answer.steps[0].expected >= 1) is by_cost
-    assert isinstance(default_draft_config(head).tree, CostTree) and isinstance(head.tree, TokenTree)
-    for settings in ("draft_sampling=with_replacement", "confidence_threshold=0", "length=heuristic", "tree=static"):
-        key, value = settings.split("=")
-        config = EvalConfig(**{key: float(value) if value == "0" else value})
-        assert config.draft_config(head).tree == TokenTree.chain(2) and not config.by_cost(head)
+        assert isinstance(draft_config.tree, CostTree) is is_by_cost == config.by_cost(head)
+        answer = decode(base, built, PROMPTS[0], draft_config=draft_config, rule=config.rule, **options)
+        assert answer.tokens == plain and (answer.steps[0].expected >= 1) is is_by_cost
+        assert is_by_cost or config.drafter != "head@1+prompt_lookup" or built.trees[0].depth == 1
     assert isnan(drafthead.generate(base, head, PROMPTS[0], tree="static", max_new_tokens=9).steps[0].expected)
+    block = drafthead.generate(base, head, PROMPTS[0], rule=AcceptanceRule(name="block"), max_new_tokens=9)
+    assert block.tokens == plain and isnan(block.steps[0].expected)
+    compared = methods(base, head, EvalConfig().draft_config(head), EvalConfig(baselines=[RELAY, LOOKUP]), head)
+    (relayed,), (looked_up,) = (compared[name].answer([PROMPTS[0]]) for name in (RELAY, LOOKUP))
+    assert isnan(relayed.steps[0].expected) and looked_up.steps[0].expected >= 1
+    for combined, is_by_cost in (
+        (CombinedDrafter([head, PromptLookup(3)]), True),
+        (CombinedDrafter([head, PromptLookup(3)], nodes=3), False),
+    ):
+        assert isinstance(default_draft_config(combined).tree, CostTree) is is_by_cost
     named = build_drafter(parse_drafter(f"prompt_lookup+head:{tmp_path}"), base)[1]
     assert isinstance(named.tree, TokenTree)
+    head.confidence_threshold = 0.5
+    assert not head.by_cost and isinstance(default_draft_config(head).tree, TokenTree)
 
 
 def test_what_a_tree_by_cost_cannot_do_is_refused(tiny_base: TinyBase) -> None:

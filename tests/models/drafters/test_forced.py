@@ -10,6 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import drafthead
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.cost_model import CostModel
+from drafthead.models.decoding.cost_tree import AcceptanceModel, TreeCosts
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.eagle3 import Eagle3Config
@@ -68,13 +70,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("drafter", ["forced", "prompt_lookup:2+forced", "head+forced:4", "head"])
+@pytest.mark.parametrize("drafter", ["forced", "prompt_lookup:2+forced", "head+forced:4", "head+forced", "head"])
 @pytest.mark.parametrize("as_processor", [False, True], ids=["function", "processor"])
 def test_the_answer_is_that_of_stock_generate(
     tiny_base: TinyBase, model: Any, monkeypatch: pytest.MonkeyPatch, drafter: str, as_processor: bool
 ) -> None:
-    """Two rows with schemas of their own; forced runs take one step each."""
+    """Two rows with schemas of their own; forced runs take one step each, also in trees by cost (``head+forced``)."""
     head = Eagle3Config(num_draft_tokens=3, ttt_steps=3).build(tiny_base()).eval() if "head" in drafter else None
+    if head is not None and drafter == "head+forced":
+        verify = {1: 1.0, 8: 1.5, 32: 4.0}  # the seventh draft would not pay if it were as unsure as the first ones
+        unsure = AcceptanceModel(weight=0.2, mean=[[0.1]])
+        costs = CostModel(verify=verify, draft=0.1, overhead=0.0, context=8)
+        head.tree_costs, head.prefers_cost = TreeCosts(costs={1: costs}, acceptance=unsure, lookup=unsure), True
     grammar: dict[str, Any] = {"prefix_allowed_tokens_fn": allowed}
     if as_processor:
         grammar = {"logits_processor": LogitsProcessorList([Allowed()])}
@@ -87,7 +94,9 @@ def test_the_answer_is_that_of_stock_generate(
         with monkeypatch.context() as patch:  # the first call has compared the model with stock transformers
             sizes = counted(patch)
             model.generate(IDS[rows], **call, custom_generate=decode_with)
-        if rows == [0] and "head" not in drafter:
+        if rows == [0] and drafter == "head+forced":
+            assert len(sizes) == 5
+        elif rows == [0] and "head" not in drafter:
             # Runs of 4, 2 and 7 names, and of EOS; the model chooses the value after each, and one without a run.
             assert sizes == [1 + 4, 1 + 2, 1, 1 + 7, 1 + 1]
         elif rows == [0] and "forced" in drafter:
