@@ -436,7 +436,7 @@ def tree(context: RunContext) -> None:
             head.batch_trees, head.tree_costs = {}, None
         costs, calibration = calibrated
         head.tree = calibration.tree
-        by_cost = "they are the default" if head.prefers_cost else "they are not the default"
+        by_cost = f"{'' if head.prefers_cost else 'not '}the default, as chosen before"
         if head.tree_costs is None:
             head.tree_costs = _tree_costs(context, head, costs, calibration)
             by_cost = _choose_by_cost(context, head, calibration)
@@ -453,7 +453,8 @@ def tree(context: RunContext) -> None:
         head.save_pretrained(context.head_folder)
         display.line(
             f"   {len(calibration.tree)} nodes: expect a mean accepted length of {calibration.expected_tokens:.2f}, "
-            f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
+            f"speedup {calibration.expected_speedup:.2f}; with 64 nodes a length of "
+            f"{calibration.expected_tokens_largest:.2f}"
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
         display.line(f"   trees by cost: {by_cost}")
@@ -477,9 +478,11 @@ def _choose_by_cost(context: RunContext, head: DraftHead, calibration: Calibrati
     if head.confidence_threshold:
         return "not the default, because the head has a confidence threshold"
     speedup, nodes = speedup_by_cost(head, context.development_answers, context.eval.sampler.temperature)
-    head.prefers_cost = speedup >= LEAST_GAIN * calibration.expected_speedup
-    result = "now" if head.prefers_cost else "too little to be"
-    return f"expect speedup {speedup:.2f} with {nodes:.1f} nodes on average, {result} the default"
+    gain = speedup / calibration.expected_speedup
+    head.prefers_cost = gain >= LEAST_GAIN
+    return f"expect speedup {speedup:.2f} with {nodes:.1f} nodes on average, {gain - 1:+.1%}: " + (
+        "now the default" if head.prefers_cost else f"not the default, which needs {LEAST_GAIN - 1:+.1%}"
+    )
 
 
 def _choose_chain(context: RunContext, head: DraftHead) -> None:

@@ -23,6 +23,8 @@ def write_report(
     training_data: str | None = None,
 ) -> None:
     figures = []
+    for stale in ("tree", "tree_sizes"):  # of an earlier evaluation with another tree
+        (folder / "plots" / f"{stale}.png").unlink(missing_ok=True)
     for name, figure in draw_figures(evaluation, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
@@ -58,6 +60,7 @@ def write_report(
         explained=evaluation["speedup_breakdown"][autoregressive],
         forecast=[tables.sentence(line) for line in tables.forecast_lines(evaluation)],
         calibrated="calibration" in evaluation,
+        by_cost="steps" in evaluation["tree"],
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )

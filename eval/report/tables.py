@@ -359,6 +359,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
     # Settings that change nothing are not named.
     used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
     sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())
+    sampler += ", coupled" if evaluation["sampler"].get("coupled") else ""
     drafted = f"{_drafted(evaluation)}, draft sampling {evaluation['draft_sampling']}"
     return f"rule: {rule['name']}, {effect}; sampler: {sampler}; tree: {drafted}"
 
@@ -369,7 +370,8 @@ def _drafted(evaluation: dict[str, Any]) -> str:
     (first, *others), average = tree.get("drafters", [tree]), nodes_per_step(evaluation)
     limit = "up to " if "steps" in tree else ""
     more = [f"up to {part['nodes'] - 1} of {part['drafter']}" for part in others]
-    text = ", ".join([tree["spec"], " and ".join([f"{limit}{first['nodes']} nodes", *more])])
+    kind = {"head": "static", "cost": "by cost"}.get(tree["spec"], tree["spec"])
+    text = ", ".join([kind, " and ".join([f"{limit}{first['nodes']} nodes", *more])])
     varies = average is not None and f"{average:.1f}" != f"{tree['nodes']:.1f}"
     return text + (f" ({average:.1f} per step on average)" if varies else "")
 

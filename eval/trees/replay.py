@@ -85,7 +85,8 @@ def cost_row(
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     sizes = simulated.nodes or {1: 1.0}
     average = sum(size * share for size, share in sizes.items())
-    return row_of(f"by cost, mean {average:.1f} nodes", max(sizes), simulated)
+    speedup = None if simulated.cost is None else simulated.mean_accepted_length / simulated.cost
+    return row_of(f"by cost, mean {average:.1f} nodes", max(sizes), simulated, speedup)
 
 
 def rows_of(

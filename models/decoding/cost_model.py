@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, cast
 import numpy as np
 from pydantic import Field
 
-from drafthead.settings.schema import Positive, PositiveFloat, settings
+from drafthead.settings.schema import NonNegativeFloat, Positive, PositiveFloat, settings
 
 
 @settings(frozen=True)
@@ -16,13 +16,13 @@ class CostModel:
 
     verify: Annotated[dict[Positive, PositiveFloat], Field(min_length=1)]
     """By number of tokens: seconds of one verification pass, logits and argmax included."""
-    draft: float  # seconds to draft a tree over all draft positions
-    overhead: float  # seconds of a step with drafts outside verification and drafting
+    draft: NonNegativeFloat  # seconds to draft a tree over all draft positions
+    overhead: NonNegativeFloat  # seconds of a step with drafts outside verification and drafting
     context: int  # number of tokens in the cache while verification and drafting were timed
-    prefill: float = 0.0  # seconds of the base's forward pass over a prompt of `context` tokens; 0: not measured
-    draft_by_depth: list[float] | None = None  # seconds of a chain of depth d, at index d; None: always `draft`
-    plain_overhead: float | None = None  # seconds of an autoregressive step outside verification; None: `overhead`
-    draft_prefill: float = 0.0  # seconds that the drafter adds to the prefill of `context` tokens
+    prefill: NonNegativeFloat = 0.0  # of the base's pass over a prompt of `context` tokens; 0: not measured
+    draft_by_depth: list[NonNegativeFloat] | None = None  # of a chain of depth d, at index d; None: `draft`
+    plain_overhead: NonNegativeFloat | None = None  # of a plain step outside verification; None: `overhead`
+    draft_prefill: NonNegativeFloat = 0.0  # seconds that the drafter adds to the prefill of `context` tokens
     other_processes_cores: float | None = None  # during the measurement; None: unknown
 
     def verify_at(self, nodes: float) -> float:

@@ -154,6 +154,8 @@ def _named(drafter: Drafter | None, draft_config: DraftConfig | None, tree: str 
     """Return ``draft_config``, or the config of ``drafter`` with the tree of this name."""
     if tree is None or drafter is None:
         return draft_config
+    if tree == "head" and draft_config is None:
+        return None  # the default
     if draft_config is not None:
         raise UserError(f"draft_config has a tree, and so has tree={tree!r}; give one of them")
     return DraftConfig(tree=named_tree(tree, drafter))

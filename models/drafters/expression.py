@@ -21,7 +21,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.cost_tree import CostTree
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import default_draft_config, static_draft_config
-from drafthead.models.decoding.tree_names import UNMEASURED, parse_tree
+from drafthead.models.decoding.tree_names import TREES, UNMEASURED, parse_tree
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.experimental.words import WORDS
@@ -112,6 +112,8 @@ class DrafterConfig:
         if self.tree in ("head", "static"):
             return
         tree = parse_tree(self.tree, 1, UNMEASURED)
+        if tree is None and not Path(self.tree).exists():
+            raise UserError(f"tree={self.tree} names neither a tree nor a file; give one of {TREES}")
         if tree is None:
             read_json(Path(self.tree))
         if isinstance(tree, CostTree) and not head_leads(parse_drafter(self.drafter)):

@@ -220,7 +220,7 @@ def test_drafters_of_one_tree_are_told_apart(compared: dict[str, Any], tmp_path:
     ]
     tree = {"spec": "head", "nodes": 7, "choices": choices, "drafters": parts}
     evaluation = compared | {"tree": tree, "costs": {"verify": COSTS}}
-    line = "tree: head, 4 nodes and up to 3 of prompt_lookup:3 (5.0 per step on average), draft sampling top_k"
+    line = "tree: static, 4 nodes and up to 3 of prompt_lookup:3 (5.0 per step on average), draft sampling top_k"
     assert tables.rule_line(evaluation).endswith(line)
     figures = dict(plots.draw_figures(evaluation, []))
     (legend,) = figures["tree"].legends
@@ -233,7 +233,7 @@ def test_drafters_of_one_tree_are_told_apart(compared: dict[str, Any], tmp_path:
 def test_trees_by_cost_are_drawn_by_their_sizes(compared: dict[str, Any]) -> None:
     tree = {"spec": "cost", "nodes": 32, "steps": {"1": 1, "5": 3}}
     evaluation = compared | {"tree": tree, "costs": {"verify": COSTS}}
-    line = "tree: cost, up to 32 nodes (5.0 per step on average), draft sampling top_k"
+    line = "tree: by cost, up to 32 nodes (5.0 per step on average), draft sampling top_k"
     assert tables.rule_line(evaluation).endswith(line)
     figures = dict(plots.draw_figures(evaluation, []))
     assert [bar.get_height() for bar in figures["tree_sizes"].axes[0].patches] == [0.25, 0.75]

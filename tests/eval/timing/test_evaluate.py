@@ -127,7 +127,7 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
     tree = json.loads((tmp_path / "eval.json").read_text())["tree"]
     assert (tree["spec"], tree["nodes"], len(tree["choices"])) == ("head", 7, 6)
     assert [(part["drafter"], part["nodes"]) for part in tree["drafters"]] == [("head", 3), ("prompt_lookup:4", 5)]
-    assert "tree: head, 3 nodes and up to 4 of prompt_lookup:4 (" in " ".join(console_lines(evaluation))
+    assert "tree: static, 3 nodes and up to 4 of prompt_lookup:4 (" in " ".join(console_lines(evaluation))
 
 
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
