@@ -211,7 +211,7 @@ def test_the_header_of_a_gguf_file_ends_with_the_file(tmp_path: Path, array: tup
     ({"choices": [[0]], "batches": {"9" * 5000: [[0]]}}, "is not a tree.json: batches must map numbers of rows"),
     ({"choices": [[True]]}, "is not a tree.json .*whole numbers"),
     ({"choices": [[n] for n in range(5000)]}, "has 5000 nodes, at most 4096 are allowed; give a smaller tree$"),
-    ({"choices": [[0]], "by_cost": True}, "has by_cost=True, which must be false, or true with costs"),
+    ({"choices": [[0]], "by_cost": True}, "has by_cost=true, which must be false, or true beside costs"),
     ({"choices": [[0]], "by_cost": []}, r"has by_cost=\[\], which must be false"),
 )
 def test_a_tree_that_asks_too_much(head: Path, tiny_base: TinyBase, content: Any, says: str) -> None:

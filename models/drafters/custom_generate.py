@@ -23,10 +23,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import DecodingSequence, default_draft_config, prepare, static_draft_config
+from drafthead.models.decoding.loop import DecodingSequence, prepare, static_draft_config
 from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
 from drafthead.models.decoding.sampling import Contexts, Sampler, TargetSampler
-from drafthead.models.drafters.expression import build_drafter, head_leads, parse_drafter
+from drafthead.models.drafters.expression import DrafterConfig, build_drafter, parse_drafter
 from drafthead.models.drafters.forced import Constraint, bind
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
@@ -53,6 +53,7 @@ def custom_generate(
     revision: str | None = None,
     draft_config: DraftConfig | None = None,
     drafter: str = "head",
+    tree: str = "head",
     coupled: bool = False,
 ) -> Callable[..., Any]:
     """Return a function for ``model.generate(..., custom_generate=...)`` that drafts with ``head``.
@@ -60,14 +61,17 @@ def custom_generate(
     Args:
         head: a folder or a Hub repository, or a loaded head; None if ``drafter`` does not use it.
         revision: branch, tag or commit of a repository.
-        draft_config: the tree to draft with ``head``; by default the one that was expected to be fastest when the head
-            was trained: its calibrated tree, or trees by cost, with the costs stored with the head.
+        draft_config: the tree to draft with ``head``, instead of ``tree``.
         drafter: the drafter around the head, as in ``drafthead eval``. ``head+forced`` also drafts the tokens that
             ``prefix_allowed_tokens_fn`` or another logits processor forces.
+        tree: the name of the tree, as in ``drafthead eval``. ``head`` is the one that was expected to be fastest when
+            the head was trained; trees by cost take the costs that are stored with the head.
         coupled: with ``do_sample``, let drafts know the random numbers by which the output is drawn, so that more of
             them are accepted. The distribution stays the same, but the text of a seed is another one.
     """
-    expression = parse_drafter(drafter)
+    expression, settings = parse_drafter(drafter), DrafterConfig(drafter=drafter, tree=tree)
+    if draft_config is not None and tree != "head":
+        raise UserError(f"draft_config has a tree, and so has tree={tree!r}; give one of them")
     if head is None and any(part.kind == "head" and not part.name for part in expression.walk()):
         raise UserError(f"drafter={drafter!r} needs a head; give one, or a drafter such as prompt_lookup+forced")
     source = head if head is None or isinstance(head, DraftHead) else resolve_folder(head, revision)
@@ -94,8 +98,8 @@ def custom_generate(
         streamer = call.get("streamer")
         replay = Replay(input_ids, padding, logits_processor, stopping_criteria, generation_config, streamer)
         with attached(model, source) as (base, loaded):
-            default = default_draft_config if head_leads(expression) else static_draft_config
-            own = None if loaded is None else default(loaded, len(input_ids))
+            rows = len(input_ids)
+            own = None if loaded is None else settings.with_tree(loaded, static_draft_config(loaded, rows), rows)
             replay.run(base, *build_drafter(expression, base, loaded, draft_config or own), coupled)
         return replay.output()
 

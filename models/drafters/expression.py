@@ -134,9 +134,9 @@ class DrafterConfig:
         tree = parse_tree(self.tree, head.depth, head.tree_costs)
         return read_tree(Path(self.tree), head.depth) if tree is None else tree
 
-    def with_tree(self, head: Drafter, head_config: DraftConfig) -> DraftConfig:
-        """Return ``head_config`` with the tree of these settings for ``head``."""
-        tree = self.tree_of(head)
+    def with_tree(self, head: Drafter, head_config: DraftConfig, rows: int = 1) -> DraftConfig:
+        """Return ``head_config`` with the tree of these settings for ``head`` and a batch of ``rows``."""
+        tree = self.tree_of(head, rows)
         if self.tree == "head" and isinstance(tree, CostTree) == isinstance(head_config.tree, CostTree):
             return head_config
         threshold = head_config.confidence_threshold if isinstance(tree, TokenTree) else 0.0

@@ -1,5 +1,6 @@
 """The files of a saved head: writing them, and finding, reading and checking them before a head is built."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -136,9 +137,9 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
         except (TypeError, ValueError) as error:
             raise UserError(f"{path} has unusable costs ({error}); calibrate again") from None
     drafter.prefers_cost = content.get("by_cost", False)
-    if drafter.prefers_cost not in (False, drafter.tree_costs is not None):
-        what = f"{path} has by_cost={drafter.prefers_cost!r}"
-        raise UserError(f"{what}, which must be false, or true with costs; correct it or calibrate again")
+    if type(drafter.prefers_cost) is not bool or (drafter.prefers_cost and drafter.tree_costs is None):
+        what = f"{path} has by_cost={json.dumps(drafter.prefers_cost)}"
+        raise UserError(f"{what}, which must be false, or true beside costs; correct it, or run stages=[tree] again")
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:

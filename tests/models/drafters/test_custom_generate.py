@@ -241,6 +241,20 @@ def test_a_head_named_by_its_folder(model: Any, head: Path, plain: Tensor) -> No
     refuses("the head of this call is unknown", drafthead.generate_with_head, model, inputs=IDS)
 
 
+def test_trees_by_name(model: Any, head: Path, plain: Tensor) -> None:
+    refuses("names neither a tree nor a file", drafthead.custom_generate, head, tree="cots")
+    refuses("give one of them", drafthead.custom_generate, head, tree="static", draft_config=DraftConfig(tree=TREE))
+    passes = Counter[str]()
+    for tree in ("head", "static", "chain:1"):
+        drafts = drafthead.custom_generate(head, tree=tree)
+        for _ in range(2):  # the checks of a first call run the model
+            hook = model.model.register_forward_hook(lambda *_, tree=tree: passes.update([tree]))
+            passes[tree] = 0
+            assert torch.equal(model.generate(IDS, **{**GREEDY, "eos_token_id": None}, custom_generate=drafts), plain)
+            hook.remove()
+    assert passes["head"] == passes["static"] < passes["chain:1"]
+
+
 @pytest.mark.parametrize("eos", [0, 2])
 def test_own_stopping_criteria_see_every_token(model: Any, head: Path, plain: Tensor, eos: int) -> None:
     settings = {**GREEDY, **settings_of({"eos": eos}, plain), "max_new_tokens": 40}
