@@ -144,8 +144,8 @@ def main(config: ReplayConfig) -> None:
     others = [*([] if rows else [config.head]), *config.drafters]
     for spec in others:
         with display.stage(f"{spec}, drafted at every position"):
-            own = static_draft_config(head) if head.by_cost else head_config
-            drafter, draft_config = build_drafter(parse_drafter(spec), base, head, own, config.tree_nodes)
+            of_head = static_draft_config(head) if head.by_cost else head_config
+            drafter, draft_config = build_drafter(parse_drafter(spec), base, head, of_head, config.tree_nodes)
             simulated = simulate_texts(
                 base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
             )

@@ -131,8 +131,8 @@ def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Metho
 def _baseline(base: BaseModel, head: Drafter, spec: str, config: EvalConfig) -> Method:
     if (stock_method := _transformers_method(spec)) is None:
         expression, nodes = parse_drafter(spec), config.tree_nodes
-        own = config if head_leads(expression) or not config.by_cost(head) else replace(config, tree="static")
-        return _decoded(base, *build_drafter(expression, base, head, own.draft_config(head), nodes), config)
+        settings = replace(config, tree="static") if config.by_cost(head) and not head_leads(expression) else config
+        return _decoded(base, *build_drafter(expression, base, head, settings.draft_config(head), nodes), config)
     kind, detail = stock_method
     if kind == "hf_prompt_lookup":
         return _generated(base, config, prompt_lookup_num_tokens=int(detail or 3))

@@ -196,9 +196,9 @@ def _drafted_length_probs(
     sampler: Sampler,
     in_order: bool,
 ) -> tuple[list[LengthProbs], list[Floats], list[Floats] | None]:
-    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]), of nodes [T], and,
-    of trees by cost, the times of steps in tokens of plain decoding [T]. A top-k draft is accepted exactly if it is the
-    answer's next token."""
+    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
+    Trees by cost also have the times of steps, in tokens of plain decoding [T]. A top-k draft is accepted exactly if it
+    is the answer's next token."""
     length_probs, sizes, costs = list[LengthProbs](), list[Floats](), list[Floats]()
     one_by_one = in_order or isinstance(draft_config.tree, CostTree)  # whose rows would share the price of time
     at_a_time = 1 if one_by_one else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)

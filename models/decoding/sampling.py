@@ -75,7 +75,7 @@ class Sampler:
     commands take 1."""
     coupled: bool = False
     """Let drafts know the random numbers by which the output is drawn, so that more of them are accepted. The
-    distribution stays the same, but the text of a seed is another one. For the exact rule with ``top_k`` drafts;
+    distribution stays the same, but a seed gives another text. For the exact rule with ``top_k`` drafts;
     temperature 0 has no random numbers."""
 
     def __repr__(self) -> str:  # stored results are found by it, those of versions without ``coupled`` too
@@ -144,7 +144,7 @@ class OutputSampler:
     null, the base's value."""
     coupled: bool = False
     """Let drafts know the random numbers by which the output is drawn, so that more of them are accepted. The
-    distribution stays the same, but the text of a seed is another one."""
+    distribution stays the same, but a seed gives another text."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the set values as arguments of ``generate``; at temperature 0, only ``do_sample`` and the penalty."""

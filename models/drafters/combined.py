@@ -187,7 +187,7 @@ class CombinedSession(CompositeSession):
             likeliest = DraftConfig(tree=tree.truncate(min(config.depth, part.depth)), likelihoods=True)
             if isinstance(part, StepwiseDrafter):
                 likeliest = replace(likeliest, coupling=config.coupling)
-            if part.is_certain or isinstance(part, StepwiseDrafter):  # whose likelihoods know the random numbers
+            if part.is_certain or isinstance(part, StepwiseDrafter):  # which knows the random numbers
                 scored.append((other.draft(last_token, likeliest), AcceptanceModel(), None))
             else:
                 scored.append((other.draft(last_token, likeliest), config.tree.costs.lookup, config.coupling))

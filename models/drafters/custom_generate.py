@@ -67,7 +67,7 @@ def custom_generate(
         tree: the name of the tree, as in ``drafthead eval``. ``head`` is the one that was expected to be fastest when
             the head was trained; trees by cost take the costs that are stored with the head.
         coupled: with ``do_sample``, let drafts know the random numbers by which the output is drawn, so that more of
-            them are accepted. The distribution stays the same, but the text of a seed is another one.
+            them are accepted. The distribution stays the same, but a seed gives another text.
     """
     expression, settings = parse_drafter(drafter), DrafterConfig(drafter=drafter, tree=tree)
     if draft_config is not None and tree != "head":
@@ -99,8 +99,8 @@ def custom_generate(
         replay = Replay(input_ids, padding, logits_processor, stopping_criteria, generation_config, streamer)
         with attached(model, source) as (base, loaded):
             rows = len(input_ids)
-            own = None if loaded is None else settings.with_tree(loaded, static_draft_config(loaded, rows), rows)
-            replay.run(base, *build_drafter(expression, base, loaded, draft_config or own), coupled)
+            of_head = None if loaded is None else settings.with_tree(loaded, static_draft_config(loaded, rows), rows)
+            replay.run(base, *build_drafter(expression, base, loaded, draft_config or of_head), coupled)
         return replay.output()
 
     return generate

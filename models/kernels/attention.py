@@ -149,11 +149,11 @@ def packed_attention(
         for span in mask.spans():
             parts = query[span.queries], key[span.keys], value[span.keys]
             q, k, v = (states.transpose(0, 1)[None] for states in parts)
-            if compiled and plain and span.causal and (own := attend(q, k, v, None, _scale(q, options))) is not None:
-                outputs.append(own[0])
-                continue
-            seen = None if span.causal else span.seen[None, None]
-            outputs.append(_attend(q, k, v, seen, options)[0].transpose(0, 1))
+            fast = attend(q, k, v, None, _scale(q, options)) if compiled and plain and span.causal else None
+            if fast is None:
+                seen = None if span.causal else span.seen[None, None]
+                fast = _attend(q, k, v, seen, options).transpose(1, 2)
+            outputs.append(fast[0])
         out = torch.cat(outputs)
     return out.view(*shape, *out.shape[1:]).transpose(1, 2)
 

@@ -7,7 +7,8 @@
 // part of W in the first cache. Each sum adds its inputs in order, whatever the number of rows: a row's result does not
 // depend on the rows beside it.
 //
-// Attention of a few queries, and of whole prompts, follows below. compiled.py builds both for the CPU at hand and calls them.
+// Attention of a few queries, and of whole prompts, follows below. compiled.py builds both for the CPU at hand and calls
+// them.
 
 #include <array>
 #include <cmath>

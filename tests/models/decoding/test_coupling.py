@@ -67,7 +67,7 @@ def test_a_chance_is_right_on_average() -> None:
 
 
 def test_drafts_are_what_the_target_would_draw_with_their_probabilities() -> None:
-    """Of any draft vocabulary, at every level, under top-k; the cut tokens come last."""
+    """Check any draft vocabulary, at every level, under top-k; the cut tokens come last."""
     sampler, d2t = Sampler(temperature=0.6, top_k=5, coupled=True), torch.randperm(300)[:40]
     logits = torch.randn(2, 3, 40)
     probs = torch.zeros(2, 3, 300).index_copy_(2, d2t, sampler.probs(logits.flatten(0, 1)).view(2, 3, 40))
